@@ -1,0 +1,12 @@
+"""dspark: does DSpark speculative decoding pay on my model, my GPU, my traffic?
+
+Importing the package settles how OpenMP waits before torch is loaded: on shared cores a spinning
+OpenMP team costs a factor of ten, so every job waits passively unless the user said otherwise.
+"""
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+__version__ = "0.1.0"

@@ -1,0 +1,356 @@
+"""The structured configs: the only place where a field of an experiment is declared.
+
+An experiment is one Hydra composition: the groups target/, drafter/, engine/ and tracking/ are each
+picked once, dataset/ once for each prompt set (under `datasets.<name>`) and run/ once for each arm
+(under `runs.<name>`). The unit of scheduling is a dataset, so the composition is cut into one
+`JobConfig` a dataset; its YAML text decides whether that job runs again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dspark.errors import UserError, nearest
+
+
+class ModelSource(Enum):
+    """Where a checkpoint comes from."""
+
+    hub = "hub"  # a Hugging Face repo at a pinned revision
+    local = "local"  # a directory on this machine
+    embedded = "embedded"  # ships with the project or with a package that it pins
+
+
+class PromptSource(Enum):
+    """Where a dataset's prompts come from."""
+
+    hub = "hub"  # a Hugging Face dataset file at a pinned revision
+    file = "file"  # a prompts.jsonl of the user's
+    builtin = "builtin"  # prompts written for this project, shipped as package data
+
+
+class History(Enum):
+    """What a later turn of a conversation is asked with."""
+
+    model = "model"  # the model's own earlier answers come before it
+    independent = "independent"  # it is sent alone, as the published table did
+
+
+class Mode(Enum):
+    """What one decoding step of a run does."""
+
+    baseline = "baseline"  # one token a step
+    speculative = "speculative"  # draft k, verify in one target pass, accept, bonus token
+
+
+class Device(Enum):
+    """Where the engine runs; auto takes cuda when there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Precision(Enum):
+    """The dtype of weights, activations and KV caches."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+@dataclass
+class TargetConfig:
+    """The model whose output is wanted."""
+
+    name: str = MISSING
+    source: ModelSource = MISSING
+    repo: str | None = None  # hub: owner/name
+    revision: str | None = None  # hub: a commit sha, so that a re-run gets the same weights
+    path: str | None = None  # local: a Hugging Face model directory
+
+
+@dataclass
+class DrafterConfig:
+    """The DSpark checkpoint that drafts for the target."""
+
+    name: str = MISSING
+    source: ModelSource = MISSING
+    repo: str | None = None
+    revision: str | None = None
+    path: str | None = None
+
+
+@dataclass
+class DatasetConfig:
+    """One prompt set and how its rows become requests."""
+
+    name: str = MISSING
+    source: PromptSource = PromptSource.builtin
+    path: str | None = None  # file: a prompts.jsonl
+    repo: str | None = None  # hub: the dataset's id
+    revision: str | None = None  # hub: a commit sha
+    file: str | None = None  # hub: the file inside the repo (parquet, json or jsonl)
+    template: str | None = None  # hub: a row's fields to one user turn, "{question}"
+    turns_field: str | None = None  # hub: the field that holds a row's list of turns instead
+    messages_field: str | None = None  # hub: the field that holds a row's chat messages instead
+    limit: int | None = None  # prompts to take, in file order; null takes all
+    history: History = History.model
+    chat: bool = True  # put the turns through the target's chat template
+    max_new_tokens: int = 128
+
+
+@dataclass
+class RunConfig:
+    """One arm: a row of the table for each dataset."""
+
+    mode: Mode = Mode.baseline
+    k: int = 0  # draft tokens a step; 1..block_size when speculative, 0 for baseline
+    confidence_threshold: float = 0.0  # verify only up to the first less confident draft token
+
+
+@dataclass
+class EngineConfig:
+    """How the decoder runs."""
+
+    device: Device = Device.auto
+    precision: Precision = Precision.float32
+    concurrency: int = 4  # closed loop: requests in flight
+    interleave: int = 32  # prompts a block; the arms take turns block by block
+    warmup: int = 4  # requests before each arm's first block, never measured prompts
+    threads: int | None = None  # CPU threads; null takes the cores that this process may use
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are chosen; temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps the whole vocabulary
+    seed: int = 0
+    ignore_eos: bool = False
+    stop: list[str] = field(default_factory=list)
+
+
+@dataclass
+class TrackingConfig:
+    """Where MLflow keeps the runs."""
+
+    uri: str = "sqlite:///results/mlflow.db"
+    experiment: str = "dspark"
+
+
+@dataclass
+class ExperimentConfig:
+    """A whole table: every dataset with every run, on one target and drafter."""
+
+    name: str = MISSING
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    datasets: dict[str, DatasetConfig] = field(default_factory=dict)
+    runs: dict[str, RunConfig] = field(default_factory=dict)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+@dataclass
+class ModelsConfig:
+    """What the preparing of target and drafter depends on."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+
+
+@dataclass
+class JobConfig:
+    """One dataset with all its runs: what one job on one device does."""
+
+    experiment: str = MISSING
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    runs: dict[str, RunConfig] = field(default_factory=dict)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+ConfigStore.instance().store(name="schema", node=ExperimentConfig)
+
+
+def split_overrides(overrides: str | Iterable[str] | None) -> list[str]:
+    """Split `"engine.concurrency=8 sampling.seed=1"` into Hydra overrides; a list is kept."""
+    if overrides is None:
+        return []
+    if isinstance(overrides, str):
+        return shlex.split(overrides)
+    return [str(item) for item in overrides]
+
+
+def compose_experiment(
+    experiment: str, overrides: Sequence[str] = (), config_dir: str | Path = "config"
+) -> ExperimentConfig:
+    """Compose config/experiment/<experiment>.yaml with the user's overrides.
+
+    Raises:
+        UserError: an unknown experiment, group or field, or a value that does not fit.
+    """
+    root = Path(config_dir).resolve()
+    known = [path.stem for path in (root / "experiment").glob("*.yaml")]
+    if experiment not in known:
+        raise UserError(f"experiment '{experiment}' not found in {root / 'experiment'}: "
+                        f"{nearest(experiment, known)}")
+    try:
+        with initialize_config_dir(str(root), version_base="1.3"):
+            tree = compose("config", overrides=[f"+experiment={experiment}", *overrides])
+        config: ExperimentConfig = OmegaConf.to_object(tree)  # type: ignore[assignment]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"experiment '{experiment}': {_explain(error)}") from error
+    _validate(config)
+    return config
+
+
+def _explain(error: BaseException) -> str:
+    """One line of Hydra's message, with the nearest field name where a key is unknown."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    text = " ".join(str(chain[-1]).split())
+    text = text.split(" full_key:")[0] if "not in" not in text else text
+    missing = re.search(r"Key '(\w+)' (?:is )?not in '(\w+)'", text)
+    if missing and missing[2] in globals():
+        fields = globals()[missing[2]].__dataclass_fields__
+        return f"{missing[2]} has no field '{missing[1]}': {nearest(missing[1], fields)}"
+    missing_value = re.search(r"Missing mandatory value: (\S+)", text)
+    if missing_value:
+        return f"no value for '{missing_value[1]}': set it in the experiment's YAML file"
+    return text
+
+
+def _validate(config: ExperimentConfig) -> None:
+    """Refuse values that can only fail later, each with the field's name."""
+    if not config.datasets:
+        raise UserError(f"experiment '{config.name}' has no datasets: list them in its defaults")
+    if "baseline" not in config.runs:
+        raise UserError(
+            f"experiment '{config.name}' has no run named 'baseline': every speedup is relative "
+            "to it, add '/run@runs.baseline: baseline' to its defaults"
+        )
+    for name, run in config.runs.items():
+        if run.mode is Mode.speculative and run.k < 1:
+            raise UserError(f"runs.{name}.k is {run.k}: a speculative run needs k of at least 1")
+        if run.mode is Mode.baseline and run.k != 0:
+            raise UserError(f"runs.{name}.k is {run.k}: a baseline run drafts nothing, set k to 0")
+        if not 0 <= run.confidence_threshold <= 1:
+            raise UserError(f"runs.{name}.confidence_threshold must lie in [0, 1]")
+    for name, dataset in config.datasets.items():
+        _positive(f"datasets.{name}.max_new_tokens", dataset.max_new_tokens)
+        if dataset.limit is not None:
+            _positive(f"datasets.{name}.limit", dataset.limit)
+    _positive("engine.concurrency", config.engine.concurrency)
+    _positive("engine.interleave", config.engine.interleave)
+    if config.sampling.temperature < 0:
+        raise UserError("sampling.temperature must not be negative; 0 is greedy")
+    if not 0 < config.sampling.top_p <= 1:
+        raise UserError("sampling.top_p must lie in (0, 1]; 1 keeps the whole distribution")
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{name} is {value}: it must be at least 1")
+
+
+def models_config(config: ExperimentConfig) -> ModelsConfig:
+    """The part of an experiment that preparing its models depends on."""
+    return ModelsConfig(target=config.target, drafter=config.drafter)
+
+
+def job_config(config: ExperimentConfig, dataset: str) -> JobConfig:
+    """The part of an experiment that one dataset's job depends on."""
+    if dataset not in config.datasets:
+        raise UserError(f"experiment '{config.name}' has no dataset '{dataset}': "
+                        f"{nearest(dataset, config.datasets)}")
+    return JobConfig(
+        experiment=config.name,
+        dataset=config.datasets[dataset],
+        runs=config.runs,
+        engine=config.engine,
+        sampling=config.sampling,
+    )
+
+
+def to_yaml(config: Any) -> str:
+    """Canonical text of a config: its identity, by which a job knows whether it must run again."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True, sort_keys=True)
+
+
+def from_yaml(kind: type, path: str | Path) -> Any:
+    """Read a resolved config back as the dataclass `kind`, checked against its schema.
+
+    Raises:
+        UserError: the file is absent, not YAML, or does not fit the schema.
+    """
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.load(path)))
+    except FileNotFoundError as error:
+        raise UserError(f"config file '{path}' does not exist") from error
+    except (OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"config file '{path}': {_explain(error)}") from error
+
+
+def digest(config: Any) -> str:
+    """First 16 hex digits of the sha256 of a config's canonical text."""
+    return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
+
+
+@dataclass
+class DrafterShape:
+    """The network of a drafter that is trained from nothing. Width and heads are the target's."""
+
+    layers: int = 2
+    target_layer_ids: list[int] = field(default_factory=list)  # empty: spread evenly
+    taps: int = 4  # how many layers are spread when target_layer_ids is empty
+    block_size: int = 7
+    markov_rank: int = 32
+    markov_head_type: str = "vanilla"
+    confidence_head_with_markov: bool = True
+    mask_token_id: int = 3
+
+
+@dataclass
+class TrainConfig:
+    """How a drafter is made: `dspark train`. Loss weights and decay are the paper's (section 4)."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    shape: DrafterShape = field(default_factory=DrafterShape)
+    prompts: int = 6000  # synthesised conversations
+    max_new_tokens: int = 128
+    held_out: int = 64  # of them, for validation
+    epochs: float = 1.0
+    batch: int = 8  # conversations a step
+    anchors: int = 24  # blocks drawn from each conversation
+    lr: float = 6e-4
+    warmup: float = 0.04  # share of all steps
+    grad_clip: float = 1.0
+    weight_ce: float = 0.1
+    weight_l1: float = 0.9
+    weight_confidence: float = 1.0
+    decay: float = 4.0  # position t of a block weighs exp(-t / decay)
+    candidates: int = 0  # tokens that a step's losses are computed over; 0: the whole vocabulary
+    validate_every: int = 100  # steps
+    seed: int = 0
+    precision: Precision = Precision.bfloat16  # of the target's forward; the drafter trains in float32
+
+
+ConfigStore.instance().store(name="train_schema", node=TrainConfig)

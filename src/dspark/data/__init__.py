@@ -1,0 +1,1 @@
+"""From dataset sources (hub, a user's file, built in) to prompts."""

@@ -1,0 +1,243 @@
+"""One dataset's job: all its runs on one device, interleaved in blocks of prompts.
+
+The arms take turns block by block and the order rotates, so that a speedup compares the same prompts
+on the same device at nearly the same time. Each finished request is appended to a journal at once; a
+killed job that starts again goes on where it stopped, in a new measured window, so that no window
+spans the gap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from tqdm import tqdm
+
+from dspark.config import History, JobConfig, RunConfig
+from dspark.data.prompts import Prompt
+from dspark.decode.engine import Engine, Request, Row
+from dspark.decode.loop import closed_loop
+from dspark.decode.records import RequestRecord
+from dspark.decode.sampling import Sampling
+from dspark.errors import UserError
+from dspark.models.drafter import DSparkDrafter
+from dspark.models.target import Target
+from dspark.models.tokenizer import ChatTokenizer
+
+TEMPLATE_SLACK = 16  # tokens that a template may add around each earlier answer
+
+
+class Job:
+    """A dataset's prompts, models and settings, ready to run.
+
+    Raises:
+        UserError: a prompt does not fit the target's context; k does not fit the drafter.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        prompts: Sequence[Prompt],
+        warmup: Sequence[Prompt],
+        target: Target,
+        drafter: DSparkDrafter | None,
+        tokenizer: ChatTokenizer,
+    ) -> None:
+        self.config, self.prompts, self.tokenizer = config, list(prompts), tokenizer
+        self.warmup = list(warmup)[: config.engine.warmup]
+        self.turns = {prompt.id: prompt.turns for prompt in [*self.prompts, *self.warmup]}
+        capacity = max(self._longest(prompt, target.max_positions) for prompt in self.prompts)
+        capacity = max(capacity, *(self._longest(prompt, None) for prompt in self.warmup), 1)
+        capacity = min(capacity, target.max_positions)
+        self.engines = {
+            name: Engine(
+                target,
+                drafter,
+                k=run.k,
+                concurrency=config.engine.concurrency,
+                capacity=capacity,
+                confidence_threshold=run.confidence_threshold,
+                detokenize=tokenizer.decode,
+            )
+            for name, run in config.runs.items()
+        }
+
+    def _longest(self, prompt: Prompt, limit: int | None) -> int:
+        """Positions that the longest turn of a prompt can come to need, its answer included."""
+        dataset = self.config.dataset
+        longest = 0
+        for turn in range(len(prompt.turns)):
+            earlier = turn if dataset.history is History.model else 0
+            length = len(self._encode(prompt.turns, turn, [""] * turn))
+            length += earlier * (dataset.max_new_tokens + TEMPLATE_SLACK)
+            if limit is not None and length + dataset.max_new_tokens > limit:
+                raise UserError(
+                    f"dataset '{dataset.name}' prompt '{prompt.id}' turn {turn + 1} may reach "
+                    f"{length} tokens, and {dataset.max_new_tokens} new ones do not fit the target's "
+                    f"context of {limit}: leave it out or lower datasets.{dataset.name}.max_new_tokens"
+                )
+            longest = max(longest, length + dataset.max_new_tokens)
+        return longest
+
+    def _encode(self, turns: Sequence[str], turn: int, answers: Sequence[str]) -> list[int]:
+        if self.config.dataset.history is History.independent:
+            return self.tokenizer.encode_turn([turns[turn]], [], self.config.dataset.chat)
+        return self.tokenizer.encode_turn(turns[: turn + 1], answers, self.config.dataset.chat)
+
+    def prompt_tokens(self, prompt_id: str, turn: int, answers: list[list[int]]) -> list[int]:
+        """Token ids that a turn is asked with, given the output ids of the turns before it."""
+        texts = [self.tokenizer.decode(ids) for ids in answers]
+        return self._encode(self.turns[prompt_id], turn, texts)
+
+    def request(self, prompt_id: str, turn: int, answers: list[list[int]]) -> Request:
+        """The request of one turn, with the job's sampling settings."""
+        settings = self.config.sampling
+        return Request(
+            prompt_id=prompt_id,
+            turn=turn,
+            tokens=self.prompt_tokens(prompt_id, turn, answers),
+            max_new_tokens=self.config.dataset.max_new_tokens,
+            sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, settings.seed),
+            eos_ids=frozenset() if settings.ignore_eos else self.tokenizer.eos_ids,
+            stop=tuple(settings.stop),
+        )
+
+
+def run_job(job: Job, journal: Path) -> list[RequestRecord]:
+    """Run what the journal does not hold yet; returns all records, in run and prompt order."""
+    records = read_journal(journal)
+    runs = job.config.runs
+    done: dict[str, dict[str, list[list[int]]]] = {name: defaultdict(list) for name in runs}
+    windows = dict.fromkeys(runs, 0)
+    for record in records:
+        done[record.run][record.prompt_id].append(record.output_token_ids)
+        windows[record.run] = max(windows[record.run], record.window + 1)
+    requests = sum(len(prompt.turns) for prompt in job.prompts)
+    warm: set[str] = set()
+    with (
+        journal.open("a") as handle,
+        tqdm(
+            total=requests * len(runs), initial=len(records), unit="req",
+            desc=job.config.dataset.name, mininterval=1.0,
+        ) as bar,
+    ):
+        for block, name in _schedule(job, list(runs)):
+            left = [prompt for prompt in block if len(done[name][prompt.id]) < len(prompt.turns)]
+            if not left:
+                continue
+            if name not in warm:
+                _warm_up(job, name)
+                warm.add(name)
+            for row in _run_block(job, name, left, done[name]):
+                record = to_record(row, job.config.dataset.name, name, windows[name])
+                _append(handle, record)
+                records.append(record)
+                bar.set_postfix_str(f"{name} {_accept_len(row, runs[name])}", refresh=False)
+                bar.update()
+            windows[name] += 1
+    return _ordered(records, list(runs), job.prompts)
+
+
+def _schedule(job: Job, runs: list[str]) -> Iterator[tuple[list[Prompt], str]]:
+    """Blocks of prompts, each with every run; the run that goes first rotates."""
+    size = job.config.engine.interleave
+    for index, start in enumerate(range(0, len(job.prompts), size)):
+        shift = index % len(runs)
+        for name in runs[shift:] + runs[:shift]:
+            yield job.prompts[start : start + size], name
+
+
+def _warm_up(job: Job, name: str) -> None:
+    if job.warmup:
+        list(closed_loop(job.engines[name], [(p.id, 1) for p in job.warmup], job.request))
+
+
+def _run_block(
+    job: Job, name: str, prompts: list[Prompt], answers: dict[str, list[list[int]]]
+) -> Iterator[Row]:
+    turns = [(prompt.id, len(prompt.turns)) for prompt in prompts]
+    earlier = {prompt.id: list(answers[prompt.id]) for prompt in prompts}
+    return closed_loop(job.engines[name], turns, job.request, earlier)
+
+
+def to_record(row: Row, dataset: str, run: str, window: int) -> RequestRecord:
+    """The record of a finished row."""
+    return RequestRecord(
+        prompt_id=row.request.prompt_id,
+        turn=row.request.turn,
+        dataset=dataset,
+        run=run,
+        window=window,
+        prompt_tokens=len(row.request.tokens),
+        output_tokens=len(row.output),
+        output_token_ids=list(row.output),
+        finish_reason=str(row.finish_reason),
+        t_submit=row.t_submit,
+        t_first=row.t_first,
+        t_last=row.steps[-1].t if row.steps else row.t_first,
+        step_t=[step.t for step in row.steps],
+        step_emitted=[step.emitted for step in row.steps],
+        step_drafted=[step.drafted for step in row.steps],
+        step_verified=[step.verified for step in row.steps],
+        step_accepted=[step.accepted for step in row.steps],
+        step_cut=[step.cut for step in row.steps],
+    )
+
+
+def _accept_len(row: Row, run: RunConfig) -> str:
+    if run.k == 0 or not row.steps:
+        return ""
+    return f"accept len {sum(step.emitted for step in row.steps) / len(row.steps):.2f}"
+
+
+def _append(handle: TextIO, record: RequestRecord) -> None:
+    """One line, on the disk before the next request is counted."""
+    handle.write(json.dumps(asdict(record)) + "\n")
+    handle.flush()
+    os.fsync(handle.fileno())
+
+
+def read_journal(path: Path) -> list[RequestRecord]:
+    """Records of an earlier start. A last line that a kill cut short is removed from the file.
+
+    Raises:
+        UserError: a line that is not a record, other than an unfinished last one.
+    """
+    if not path.exists():
+        return []
+    content = path.read_text()
+    whole = content[: content.rfind("\n") + 1]
+    if whole != content:
+        with path.open("r+") as handle:
+            handle.truncate(len(whole.encode()))
+    records = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            records.append(RequestRecord(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"journal '{path}' line {number} is damaged: delete the file") from error
+    return records
+
+
+def _ordered(
+    records: list[RequestRecord], runs: list[str], prompts: list[Prompt]
+) -> list[RequestRecord]:
+    place = {prompt.id: index for index, prompt in enumerate(prompts)}
+    return sorted(records, key=lambda r: (runs.index(r.run), place[r.prompt_id], r.turn))
+
+
+@torch.inference_mode()
+def top_two_margin(target: Target, tokens: list[int]) -> float:
+    """Gap between the target's two greatest logits after `tokens`: how near a tie the choice was."""
+    engine = Engine(target, capacity=len(tokens) + 1)
+    positions = torch.arange(len(tokens), device=target.device)[None]
+    ids = torch.tensor([tokens], device=target.device)
+    states, _ = engine.forward(slice(0, 1), ids, positions, len(tokens))
+    top = target.logits(states[:, -1]).float().topk(2).values[0]
+    return float(top[0] - top[1])

@@ -1,0 +1,287 @@
+"""The speculative decoder: continuous batching over slots, one engine for both modes.
+
+A step drafts k tokens for every row, verifies them in one target pass and emits what was accepted
+plus one token of the target's. With k = 0 there is nothing to draft and the same step is plain
+decoding, so the baseline and the speculative arm share all code but the draft.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dspark.decode.cache import SlotCache, causal_mask
+from dspark.decode.draft import Draft, confident_prefix, propose, write_context
+from dspark.decode.sampling import Sampling, draw, draw_uniforms, probabilities, request_generator
+from dspark.decode.verify import accept_greedy, accept_sampled
+from dspark.errors import UserError
+from dspark.models.drafter import DSparkDrafter
+from dspark.models.target import Target
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn to be answered."""
+
+    prompt_id: str
+    turn: int
+    tokens: list[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    eos_ids: frozenset[int] = frozenset()  # empty: EOS is ignored
+    stop: tuple[str, ...] = ()
+
+
+@dataclass
+class Step:
+    """What one decoding step did to one row."""
+
+    t: float  # seconds, monotonic, after the device finished
+    emitted: int
+    drafted: int
+    verified: int
+    accepted: int
+    cut: bool  # its whole block could not have been emitted: see RequestRecord
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in flight (or just finished)."""
+
+    request: Request
+    t_submit: float
+    generator: torch.Generator
+    output: list[int] = field(default_factory=list)
+    t_first: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def budget(self) -> int:
+        return self.request.max_new_tokens - len(self.output)
+
+    @property
+    def newest(self) -> int:
+        """The last emitted token: the anchor, which the target has not seen yet."""
+        return self.output[-1]
+
+    @property
+    def start(self) -> int:
+        """The anchor's position; the caches hold positions below it."""
+        return len(self.request.tokens) + len(self.output) - 1
+
+
+class Engine:
+    """Decodes up to `concurrency` requests at once.
+
+    Args:
+        target: the model whose output is wanted.
+        drafter: needed when k > 0.
+        k: draft tokens a step, 0 for plain decoding.
+        concurrency: slots.
+        capacity: greatest prompt plus output length of any request.
+        confidence_threshold: verify only up to the first draft token less confident than this.
+        detokenize: ids to text; needed for stop strings.
+        trace: called with each draft, before verification (for tests and profiles).
+
+    Raises:
+        UserError: k is larger than the drafter's block, or the context does not hold `capacity`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: DSparkDrafter | None = None,
+        *,
+        k: int = 0,
+        concurrency: int = 1,
+        capacity: int,
+        confidence_threshold: float = 0.0,
+        detokenize: Callable[[list[int]], str] | None = None,
+        trace: Callable[[Draft], None] | None = None,
+    ) -> None:
+        if k and drafter is None:
+            raise UserError(f"k is {k} but there is no drafter: give one, or set k to 0")
+        if drafter is not None and k > drafter.block_size:
+            raise UserError(
+                f"k is {k} but the drafter's block_size is {drafter.block_size}: "
+                f"choose k between 1 and {drafter.block_size}"
+            )
+        if capacity > target.max_positions:
+            raise UserError(
+                f"a prompt and its output need {capacity} positions but the target's context is "
+                f"{target.max_positions}: shorten the prompts or lower max_new_tokens"
+            )
+        self.target, self.drafter, self.k = target, drafter if k else None, k
+        self.threshold, self.detokenize, self.trace = confidence_threshold, detokenize, trace
+        self.slots: list[Row | None] = [None] * concurrency
+        reserve = k + 1 + (drafter.block_size if k and drafter is not None else 0)
+        self.capacity = capacity
+        self.cache = SlotCache(target.num_layers, concurrency, capacity + reserve)
+        self.taps: Sequence[int] = self.drafter.target_layer_ids if self.drafter else ()
+        self.draft_cache = SlotCache(
+            len(self.drafter.layers) if self.drafter else 0, concurrency, capacity + reserve
+        )
+
+    @property
+    def active(self) -> int:
+        return sum(row is not None for row in self.slots)
+
+    @property
+    def free(self) -> int:
+        return len(self.slots) - self.active
+
+    def clock(self) -> float:
+        """Seconds of a monotonic clock, after the device has finished what it was given."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @torch.inference_mode()
+    def admit(self, request: Request, t_submit: float) -> Row:
+        """Prefill a request into a free slot and emit its first token.
+
+        Returns:
+            its row; the request is over already when finish_reason is set.
+
+        Raises:
+            UserError: an empty prompt, or one that does not fit the capacity.
+        """
+        length = len(request.tokens)
+        if length == 0:
+            raise UserError(f"prompt '{request.prompt_id}' turn {request.turn} has no tokens")
+        if length + request.max_new_tokens > self.capacity:
+            raise UserError(
+                f"prompt '{request.prompt_id}' turn {request.turn} has {length} tokens and may grow "
+                f"by {request.max_new_tokens}, but the engine holds {self.capacity} positions: "
+                "shorten the prompt or lower max_new_tokens"
+            )
+        slot = self.slots.index(None)
+        device = self.target.device
+        tokens = torch.tensor([request.tokens], device=device)
+        positions = torch.arange(length, device=device)[None]
+        states, taps = self.forward(slice(slot, slot + 1), tokens, positions, length)
+        if self.drafter is not None and taps is not None:
+            write_context(self.drafter, self.draft_cache, slice(slot, slot + 1), taps, positions)
+        row = Row(request, t_submit, request_generator(request.sampling, self._id(request)))
+        logits = self.target.logits(states[:, -1:])
+        if request.sampling.greedy:
+            token = logits.argmax(-1)
+        else:
+            uniforms = draw_uniforms([row.generator], 1, device)
+            token = draw(probabilities(logits, [request.sampling]), uniforms)
+        first = int(token)
+        row.t_first = self.clock()
+        self._emit(row, [first])
+        if row.finish_reason is None:
+            self.slots[slot] = row
+        return row
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """Decode one step of every row in flight; returns the rows that it finished."""
+        self._compact()
+        rows = [row for row in self.slots if row is not None]
+        device = self.target.device
+        anchors = torch.tensor([row.newest for row in rows], device=device)
+        starts = torch.tensor([row.start for row in rows], device=device)
+        longest = max(row.start for row in rows)
+        sampling = [row.request.sampling for row in rows]
+        greedy = all(row.greedy for row in sampling)
+        uniforms = None
+        if not greedy:
+            uniforms = draw_uniforms([row.generator for row in rows], 2 * self.k + 1, device)
+
+        draft, width = None, 0
+        limits = torch.zeros(len(rows), dtype=torch.long, device=device)
+        drafted = anchors.new_empty(len(rows), 0)
+        if self.drafter is not None:
+            draft = propose(
+                self.drafter, self.draft_cache, anchors, starts, longest, self.k, sampling, uniforms
+            )
+            if self.trace is not None:
+                self.trace(draft)
+            limits, width = limits + self.k, self.k
+            if self.threshold > 0:
+                limits = confident_prefix(draft.confidence, self.threshold)
+                width = int(limits.max())
+            drafted = draft.tokens[:, :width]
+
+        positions = starts[:, None] + torch.arange(width + 1, device=device)
+        tokens = torch.cat([anchors[:, None], drafted], dim=1)
+        here = slice(0, len(rows))
+        states, taps = self.forward(here, tokens, positions, longest + width + 1)
+        logits = self.target.logits(states)
+        if greedy:
+            accepted, following = accept_greedy(logits.argmax(-1), drafted, limits)
+        else:
+            assert uniforms is not None
+            target_probs = probabilities(logits, sampling)
+            draft_probs = target_probs[:, :0]
+            if draft is not None and draft.probs is not None:
+                draft_probs = draft.probs[:, :width]
+            tests = torch.cat([uniforms[:, self.k : self.k + width], uniforms[:, -1:]], dim=1)
+            accepted, following = accept_sampled(target_probs, draft_probs, drafted, limits, tests)
+        if self.drafter is not None and taps is not None:
+            write_context(self.drafter, self.draft_cache, here, taps, positions)
+
+        # The step's only transfer to the host: counts and tokens, [R, width + 3] integers.
+        outcome = torch.cat([accepted[:, None], limits[:, None], drafted, following[:, None]], dim=1)
+        outcomes, now = outcome.tolist(), self.clock()
+        for row, (count, verified, *proposed, bonus) in zip(rows, outcomes, strict=True):
+            budget = row.budget
+            emitted = self._emit(row, [*proposed[:count], bonus])
+            cut = budget < verified + 1 or emitted < count + 1
+            row.steps.append(Step(now, emitted, self.k, verified, count, cut))
+        finished = [row for row in rows if row.finish_reason is not None]
+        self.slots = [None if row in finished else row for row in self.slots]
+        return finished
+
+    def forward(
+        self, rows: slice, tokens: Tensor, positions: Tensor, length: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """One target pass of slots `rows` over tokens [R, T]; final states and taps (see Target)."""
+        self.cache.select(rows, positions, length)
+        masks = {
+            kind: causal_mask(positions, length, window)
+            for kind, window in self.target.windows.items()
+        }
+        return self.target.forward(tokens, positions, self.cache, masks, self.taps)
+
+    def _compact(self) -> None:
+        """Move rows down over free slots, so that the active ones are slots 0..n-1."""
+        for slot in range(self.active):
+            if self.slots[slot] is None:
+                last = max(i for i, row in enumerate(self.slots) if row is not None)
+                self.cache.move(last, slot)
+                self.draft_cache.move(last, slot)
+                self.slots[slot], self.slots[last] = self.slots[last], None
+
+    def _emit(self, row: Row, tokens: list[int]) -> int:
+        """Append tokens up to EOS, a stop string or the budget; returns how many were emitted."""
+        for count, token in enumerate(tokens, start=1):
+            row.output.append(token)
+            if token in row.request.eos_ids or self._stopped(row):
+                row.finish_reason = "stop"
+            elif row.budget == 0:
+                row.finish_reason = "length"
+            if row.finish_reason is not None:
+                return count
+        return len(tokens)
+
+    def _stopped(self, row: Row) -> bool:
+        """Whether the output so far holds a stop string; checked after each token, so the earliest
+        one ends the request wherever in a block it is completed."""
+        if not row.request.stop:
+            return False
+        assert self.detokenize is not None, "stop strings need a detokenizer"
+        text = self.detokenize(row.output)
+        return any(stop in text for stop in row.request.stop)
+
+    @staticmethod
+    def _id(request: Request) -> str:
+        return f"{request.prompt_id}#{request.turn}"

@@ -1,0 +1,108 @@
+"""What a measurement ran on: the facts without which its numbers mean nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import dspark
+from dspark.config import Device
+from dspark.errors import UserError
+
+
+def resolve_device(device: Device) -> str:
+    """The torch device to run on; auto takes cuda when there is one.
+
+    Raises:
+        UserError: cuda is required and there is none.
+    """
+    if device is Device.auto:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise UserError("engine.device is cuda but no GPU can be used: set engine.device=cpu or auto")
+    return device.value
+
+
+def set_threads(threads: int | None) -> int:
+    """Set the CPU threads once, by default to the cores that this process may use; returns them."""
+    count = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(count)
+    return count
+
+
+def describe(device: str, config_digest: str) -> dict[str, Any]:
+    """Content of environment.json: device, driver, versions, git state, load, config digest."""
+    facts: dict[str, Any] = {
+        "config_digest": config_digest,
+        "device": _cpu_name(),
+        "device_uuid": None,
+        "driver": None,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+        "cores": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": list(os.getloadavg()),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "dspark": dspark.__version__,
+        **{name: _version(name) for name in ("torch", "triton", "transformers", "tokenizers")},
+        **git_state(Path(__file__).parent),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        facts["device"] = properties.name
+        facts["device_uuid"] = str(properties.uuid)
+        facts |= _nvidia_smi()
+    return facts
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Commit and dirty flag of the checkout that holds `folder`; None outside a checkout."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=20
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return {"git_sha": git("rev-parse", "HEAD"), "git_dirty": None if status is None else bool(status)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _nvidia_smi() -> dict[str, str]:
+    """Driver and clocks as nvidia-smi tells them; nothing where it is absent."""
+    fields = {"driver": "driver_version", "clock_sm": "clocks.sm", "clock_mem": "clocks.mem"}
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = done.stdout.splitlines()[0].split(", ")
+    return dict(zip(fields, values, strict=True))

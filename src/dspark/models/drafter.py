@@ -1,0 +1,147 @@
+"""The DSpark drafter: a parallel backbone, a Markov head and a confidence head.
+
+Source: DSpark, arXiv 2607.05147, section 3; tensor names are those of DeepSpec's checkpoints. The
+layers are Qwen3's (q/k norm, RoPE, SwiGLU), whatever the target's own family is.
+
+Shapes in comments: R rows (requests), T context tokens, B block_size, D hidden size, M tapped target
+layers, V vocabulary, r Markov rank, H heads, G key/value heads, h head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from dspark.models.markov import ConfidenceHead, MarkovHead, make_markov_head
+
+# Takes a layer's index and the block's own K and V [R, G, Q, h]; gives all K and V to attend to.
+KeyValues = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class DrafterAttention(nn.Module):
+    """Attention of a block to all context features and to itself, without a causal mask inside."""
+
+    def __init__(self, config: Qwen3Config, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.head_dim = config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))  # [R, T, heads, h]
+
+    def key_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """K (normed, rotated) and V (raw) [R, G, T, h] of context features or of block states."""
+        key = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
+        value = self._heads(self.v_proj(x)).transpose(1, 2)
+        _, key = apply_rotary_pos_emb(key, key, *rope)
+        return key, value
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], key_values: KeyValues, mask: Tensor | None
+    ) -> Tensor:
+        query = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
+        query, _ = apply_rotary_pos_emb(query, query, *rope)
+        key, value = key_values(self.index, *self.key_values(x, rope))
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class DrafterLayer(nn.Module):
+    """A pre-norm Qwen3 layer. Only the block's states pass input_layernorm; the context does not."""
+
+    def __init__(self, config: Qwen3Config, index: int) -> None:
+        super().__init__()
+        self.self_attn = DrafterAttention(config, index)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], key_values: KeyValues, mask: Tensor | None
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, key_values, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DSparkDrafter(nn.Module):
+    """The whole drafter. Embedding and LM head are the target's and are frozen.
+
+    Args:
+        config: a native config: Qwen3's fields plus block_size, target_layer_ids, mask_token_id,
+            markov_rank, markov_head_type, enable_confidence_head, confidence_head_with_markov.
+        embed_tokens: token ids to [..., D].
+        lm_head: hidden states [..., D] to base logits [..., V].
+    """
+
+    def __init__(
+        self, config: Qwen3Config, embed_tokens: nn.Module, lm_head: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.block_size: int = config.block_size
+        self.target_layer_ids: list[int] = list(config.target_layer_ids)
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(self.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            DrafterLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.markov_head: MarkovHead = make_markov_head(config)
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        # Held outside the module tree: they are the target's parameters, not the drafter's.
+        self.__dict__["embed_tokens"] = embed_tokens
+        self.__dict__["lm_head"] = lm_head
+
+    def context_features(self, taps: Tensor) -> Tensor:
+        """Tapped target states [R, T, M*D] to context features [R, T, D]: once, for all layers."""
+        return self.hidden_norm(self.fc(taps))
+
+    def context_key_values(self, taps: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """K and V [R, G, T, h] of every layer for verified tokens at `positions` [R, T]."""
+        features = self.context_features(taps)
+        rope = self.rotary_emb(features, positions)
+        return [layer.self_attn.key_values(features, rope) for layer in self.layers]  # type: ignore[union-attr, operator]
+
+    def block_inputs(self, anchors: Tensor) -> Tensor:
+        """Token ids [R] to the block's input ids [R, B]: the anchor, then masks."""
+        block = anchors.new_full((anchors.shape[0], self.block_size), self.config.mask_token_id)
+        block[:, 0] = anchors
+        return block
+
+    def block_hidden(
+        self, block_ids: Tensor, positions: Tensor, key_values: KeyValues, mask: Tensor | None
+    ) -> Tensor:
+        """States after the final norm [R, Q, D] of block tokens [R, Q] at `positions` [R, Q]."""
+        x = self.embed_tokens(block_ids)
+        rope = self.rotary_emb(x, positions)
+        for layer in self.layers:
+            x = layer(x, rope, key_values, mask)
+        return self.norm(x)
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Logits [...] of "this draft token survives" for states [..., D] and previous tokens [...].
+
+        A checkpoint without a confidence head trusts every token (+inf).
+        """
+        if self.confidence_head is None:
+            return hidden.new_full(hidden.shape[:-1], float("inf"))
+        return self.confidence_head(hidden, self.markov_head.embed(previous))

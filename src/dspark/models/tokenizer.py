@@ -1,0 +1,80 @@
+"""Text to token ids and back, with the target's own chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from dspark.errors import UserError
+
+_MARK = "\u2402user\u2402"  # stands for the user's text while the template's open prefix is found
+
+
+class ChatTokenizer:
+    """The target's tokenizer: turns of a conversation to ids, ids to text."""
+
+    def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+
+    def encode_turn(self, turns: Sequence[str], answers: Sequence[str], chat: bool) -> list[int]:
+        """Ids of the prompt for the last of `turns`, with the answers given to the earlier ones.
+
+        With `chat` the target's template lays the conversation out and opens the answer; without
+        it the texts are joined by blank lines and sent as they are.
+
+        Raises:
+            UserError: `chat` is asked of a tokenizer without a chat template.
+        """
+        if not chat:
+            parts = [part for pair in zip(turns, answers, strict=False) for part in pair]
+            return self.tokenizer("\n\n".join([*parts, turns[-1]]))["input_ids"]
+        if self.tokenizer.chat_template is None:
+            raise UserError("the target's tokenizer has no chat template: set chat=false for its datasets")
+        messages = [{"role": "user", "content": turns[0]}]
+        for answer, turn in zip(answers, turns[1:], strict=True):
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self._ids(text)
+
+    def open_user_turn(self, opener: str) -> list[int]:
+        """Ids of a conversation whose first user turn has begun with `opener` and is not over."""
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False
+        )
+        return self._ids(text.split(_MARK)[0] + opener)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text, special tokens left out."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def load_tokenizer(path: str | Path) -> ChatTokenizer:
+    """Load the tokenizer of a Hugging Face model directory and its end-of-sequence ids.
+
+    Raises:
+        UserError: the directory holds no tokenizer that transformers can load.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"target '{path}' has no usable tokenizer: {reason}") from error
+    return ChatTokenizer(tokenizer, _eos_ids(Path(path), tokenizer.eos_token_id))
+
+
+def _eos_ids(path: Path, fallback: int | None) -> frozenset[int]:
+    """What ends an answer: generation_config.json's ids (there may be several), else config.json's."""
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        if value is not None:
+            return frozenset([value] if isinstance(value, int) else value)
+    return frozenset() if fallback is None else frozenset([fallback])

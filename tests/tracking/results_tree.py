@@ -1,0 +1,68 @@
+"""Builds a small results tree with plausible numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dspark.config import (
+    DatasetConfig,
+    EngineConfig,
+    JobConfig,
+    Mode,
+    RunConfig,
+    to_yaml,
+)
+
+ARMS = {
+    "baseline": RunConfig(),
+    "dspark_k3": RunConfig(mode=Mode.speculative, k=3),
+    "dspark_k7": RunConfig(mode=Mode.speculative, k=7),
+}
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+def summary(dataset: str, run: str, **changed: Any) -> dict[str, Any]:
+    """One cell's numbers: scalars, a list, nested objects, and values that are no metrics."""
+    k = ARMS[run].k
+    return {
+        "dataset": dataset,
+        "run": run,
+        "requests": 3,
+        "output_tok_s": 41.5 + 6.25 * k,
+        "speedup": 1 + 6.25 * k / 41.5,
+        "ttft_ms_p95": 88.125,
+        "accept_rate": 0.61 if k else None,
+        "accept_p": [0.78, 0.61, 0.44] if k else None,
+        "settings": {"device": "cpu", "concurrency": 4},
+        "lossless": {"checked": True, "identical_requests": 3, "first_difference": None},
+        **changed,
+    }
+
+
+def write_dataset(root: Path, dataset: str) -> None:
+    """All files of one dataset with its three arms."""
+    base = root / dataset
+    base.mkdir(parents=True)
+    job = JobConfig(
+        experiment=root.name,
+        dataset=DatasetConfig(name=dataset),
+        runs=ARMS,
+        engine=EngineConfig(concurrency=4),
+    )
+    (base / "config.yaml").write_text(to_yaml(job))
+    prompts = [{"id": f"{dataset}-{i}", "turns": [f"Question {i}?"]} for i in range(3)]
+    (base / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    (base / "environment.json").write_text(
+        json.dumps({"device": "Intel Xeon", "git_sha": SHA, "git_dirty": False})
+    )
+    for run in ARMS:
+        write_summary(root, dataset, run)
+
+
+def write_summary(root: Path, dataset: str, run: str, **changed: Any) -> Path:
+    path = root / dataset / run / "summary.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(summary(dataset, run, **changed), indent=2))
+    return path
