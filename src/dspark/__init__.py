@@ -6,7 +6,8 @@ OpenMP team costs a factor of ten, so every job waits passively unless the user 
 
 import os
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 __version__ = "0.1.0"

@@ -22,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dspark.errors import UserError, nearest
 
@@ -106,6 +107,7 @@ class DatasetConfig:
     template: str | None = None  # hub: a row's fields to one user turn, "{question}"
     turns_field: str | None = None  # hub: the field that holds a row's list of turns instead
     messages_field: str | None = None  # hub: the field that holds a row's chat messages instead
+    transcript: bool = False  # hub: write those messages out as one prompt, "User: ..\nAssistant:"
     limit: int | None = None  # prompts to take, in file order; null takes all
     history: History = History.model
     chat: bool = True  # put the turns through the target's chat template
@@ -157,7 +159,7 @@ class TrackingConfig:
 class ExperimentConfig:
     """A whole table: every dataset with every run, on one target and drafter."""
 
-    name: str = MISSING
+    name: str = ""  # the experiment file's name, filled in when it is composed
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
     datasets: dict[str, DatasetConfig] = field(default_factory=dict)
@@ -184,134 +186,6 @@ class JobConfig:
     runs: dict[str, RunConfig] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-
-
-ConfigStore.instance().store(name="schema", node=ExperimentConfig)
-
-
-def split_overrides(overrides: str | Iterable[str] | None) -> list[str]:
-    """Split `"engine.concurrency=8 sampling.seed=1"` into Hydra overrides; a list is kept."""
-    if overrides is None:
-        return []
-    if isinstance(overrides, str):
-        return shlex.split(overrides)
-    return [str(item) for item in overrides]
-
-
-def compose_experiment(
-    experiment: str, overrides: Sequence[str] = (), config_dir: str | Path = "config"
-) -> ExperimentConfig:
-    """Compose config/experiment/<experiment>.yaml with the user's overrides.
-
-    Raises:
-        UserError: an unknown experiment, group or field, or a value that does not fit.
-    """
-    root = Path(config_dir).resolve()
-    known = [path.stem for path in (root / "experiment").glob("*.yaml")]
-    if experiment not in known:
-        raise UserError(f"experiment '{experiment}' not found in {root / 'experiment'}: "
-                        f"{nearest(experiment, known)}")
-    try:
-        with initialize_config_dir(str(root), version_base="1.3"):
-            tree = compose("config", overrides=[f"+experiment={experiment}", *overrides])
-        config: ExperimentConfig = OmegaConf.to_object(tree)  # type: ignore[assignment]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"experiment '{experiment}': {_explain(error)}") from error
-    _validate(config)
-    return config
-
-
-def _explain(error: BaseException) -> str:
-    """One line of Hydra's message, with the nearest field name where a key is unknown."""
-    chain = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    text = " ".join(str(chain[-1]).split())
-    text = text.split(" full_key:")[0] if "not in" not in text else text
-    missing = re.search(r"Key '(\w+)' (?:is )?not in '(\w+)'", text)
-    if missing and missing[2] in globals():
-        fields = globals()[missing[2]].__dataclass_fields__
-        return f"{missing[2]} has no field '{missing[1]}': {nearest(missing[1], fields)}"
-    missing_value = re.search(r"Missing mandatory value: (\S+)", text)
-    if missing_value:
-        return f"no value for '{missing_value[1]}': set it in the experiment's YAML file"
-    return text
-
-
-def _validate(config: ExperimentConfig) -> None:
-    """Refuse values that can only fail later, each with the field's name."""
-    if not config.datasets:
-        raise UserError(f"experiment '{config.name}' has no datasets: list them in its defaults")
-    if "baseline" not in config.runs:
-        raise UserError(
-            f"experiment '{config.name}' has no run named 'baseline': every speedup is relative "
-            "to it, add '/run@runs.baseline: baseline' to its defaults"
-        )
-    for name, run in config.runs.items():
-        if run.mode is Mode.speculative and run.k < 1:
-            raise UserError(f"runs.{name}.k is {run.k}: a speculative run needs k of at least 1")
-        if run.mode is Mode.baseline and run.k != 0:
-            raise UserError(f"runs.{name}.k is {run.k}: a baseline run drafts nothing, set k to 0")
-        if not 0 <= run.confidence_threshold <= 1:
-            raise UserError(f"runs.{name}.confidence_threshold must lie in [0, 1]")
-    for name, dataset in config.datasets.items():
-        _positive(f"datasets.{name}.max_new_tokens", dataset.max_new_tokens)
-        if dataset.limit is not None:
-            _positive(f"datasets.{name}.limit", dataset.limit)
-    _positive("engine.concurrency", config.engine.concurrency)
-    _positive("engine.interleave", config.engine.interleave)
-    if config.sampling.temperature < 0:
-        raise UserError("sampling.temperature must not be negative; 0 is greedy")
-    if not 0 < config.sampling.top_p <= 1:
-        raise UserError("sampling.top_p must lie in (0, 1]; 1 keeps the whole distribution")
-
-
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise UserError(f"{name} is {value}: it must be at least 1")
-
-
-def models_config(config: ExperimentConfig) -> ModelsConfig:
-    """The part of an experiment that preparing its models depends on."""
-    return ModelsConfig(target=config.target, drafter=config.drafter)
-
-
-def job_config(config: ExperimentConfig, dataset: str) -> JobConfig:
-    """The part of an experiment that one dataset's job depends on."""
-    if dataset not in config.datasets:
-        raise UserError(f"experiment '{config.name}' has no dataset '{dataset}': "
-                        f"{nearest(dataset, config.datasets)}")
-    return JobConfig(
-        experiment=config.name,
-        dataset=config.datasets[dataset],
-        runs=config.runs,
-        engine=config.engine,
-        sampling=config.sampling,
-    )
-
-
-def to_yaml(config: Any) -> str:
-    """Canonical text of a config: its identity, by which a job knows whether it must run again."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True, sort_keys=True)
-
-
-def from_yaml(kind: type, path: str | Path) -> Any:
-    """Read a resolved config back as the dataclass `kind`, checked against its schema.
-
-    Raises:
-        UserError: the file is absent, not YAML, or does not fit the schema.
-    """
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.load(path)))
-    except FileNotFoundError as error:
-        raise UserError(f"config file '{path}' does not exist") from error
-    except (OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"config file '{path}': {_explain(error)}") from error
-
-
-def digest(config: Any) -> str:
-    """First 16 hex digits of the sha256 of a config's canonical text."""
-    return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -350,7 +224,195 @@ class TrainConfig:
     candidates: int = 0  # tokens that a step's losses are computed over; 0: the whole vocabulary
     validate_every: int = 100  # steps
     seed: int = 0
-    precision: Precision = Precision.bfloat16  # of the target's forward; the drafter trains in float32
+    precision: Precision = (
+        Precision.bfloat16
+    )  # of the target's forward; the drafter trains in float32
 
 
+ConfigStore.instance().store(name="schema", node=ExperimentConfig)
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+
+
+def split_overrides(overrides: str | Iterable[str] | None) -> list[str]:
+    """Split `"engine.concurrency=8 sampling.seed=1"` into Hydra overrides; a list is kept."""
+    if overrides is None:
+        return []
+    if isinstance(overrides, str):
+        return shlex.split(overrides)
+    return [str(item) for item in overrides]
+
+
+def compose_experiment(
+    experiment: str, overrides: Sequence[str] = (), config_dir: str | Path = "config"
+) -> ExperimentConfig:
+    """Compose config/experiment/<experiment>.yaml with the user's overrides.
+
+    Raises:
+        UserError: an unknown experiment, group or field, or a value that does not fit.
+    """
+    root = _config_root(config_dir)
+    known = [path.stem for path in (root / "experiment").glob("*.yaml")]
+    if experiment not in known:
+        raise UserError(
+            f"experiment '{experiment}' not found in {root / 'experiment'}: "
+            f"{nearest(experiment, known)}"
+        )
+    chosen, what = f"+experiment={experiment}", f"experiment '{experiment}'"
+    try:
+        config: ExperimentConfig = _compose(root, "config", [chosen, *overrides], what)
+    except UnknownEntry as error:  # a dataset or run: the experiment itself knows the names
+        known = list(getattr(_compose(root, "config", [chosen], what), error.group))
+        raise UserError(
+            f"{what}: '{error.group}' has no '{error.entry}': {nearest(error.entry, known)}"
+        ) from None
+    config.name = experiment
+    _validate(config)
+    return config
+
+
+def compose_training(
+    overrides: Sequence[str] = (), config_dir: str | Path = "config"
+) -> TrainConfig:
+    """Compose config/train.yaml with the user's overrides.
+
+    Raises:
+        UserError: an unknown group or field, or a value that does not fit.
+    """
+    config: TrainConfig = _compose(_config_root(config_dir), "train", overrides, "training")
+    return config
+
+
+class UnknownEntry(Exception):
+    """An override names a dataset or run that the experiment does not have."""
+
+    def __init__(self, group: str, entry: str) -> None:
+        super().__init__(group, entry)
+        self.group, self.entry = group, entry
+
+
+def _config_root(config_dir: str | Path) -> Path:
+    root = Path(config_dir).resolve()
+    if not root.is_dir():
+        raise UserError(f"no config folder '{root}': run from the top of the checkout")
+    return root
+
+
+def _compose(root: Path, name: str, overrides: Sequence[str], what: str) -> Any:
+    """One Hydra composition as dataclasses; errors name `what` was being composed."""
+    try:
+        with initialize_config_dir(str(root), version_base="1.3"):
+            tree = compose(name, overrides=list(overrides))
+        return OmegaConf.to_object(tree)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{what}: {_explain(error)}") from error
+
+
+def _explain(error: BaseException) -> str:
+    """One line of Hydra's message, with the nearest name where a name is unknown.
+
+    Raises:
+        UnknownEntry: the names are those of the experiment's own datasets or runs.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())
+    entry = re.search(r"Key '(\w+)' is not in struct full_key: (datasets|runs)\.", text)
+    if entry:
+        raise UnknownEntry(entry[2], entry[1]) from None
+    field = re.search(r"Key '(\w+)' (?:is )?not in '(\w+)'", text)
+    if field and field[2] in globals():
+        names = globals()[field[2]].__dataclass_fields__
+        return f"{field[2]} has no field '{field[1]}': {nearest(field[1], names)}"
+    group = re.search(
+        r"Could not find '(\S+)/(\S+)' Available options in '\S+': (.*?) Config search", text
+    )
+    if group:
+        return f"{group[1]} '{group[2]}' not found: {nearest(group[2], group[3].split())}"
+    value = re.search(r"^(.*?) full_key: (\S+)", text)
+    if value:
+        return f"{value[2]}: {value[1]}"
+    return text
+
+
+def _validate(config: ExperimentConfig) -> None:
+    """Refuse values that can only fail later, each with the field's name."""
+    if not config.datasets:
+        raise UserError(f"experiment '{config.name}' has no datasets: list them in its defaults")
+    if "baseline" not in config.runs:
+        raise UserError(
+            f"experiment '{config.name}' has no run named 'baseline': every speedup is relative "
+            "to it, add '/run@runs.baseline: baseline' to its defaults"
+        )
+    for name, run in config.runs.items():
+        if run.mode is Mode.speculative and run.k < 1:
+            raise UserError(f"runs.{name}.k is {run.k}: a speculative run needs k of at least 1")
+        if run.mode is Mode.baseline and run.k != 0:
+            raise UserError(f"runs.{name}.k is {run.k}: a baseline run drafts nothing, set k to 0")
+        if not 0 <= run.confidence_threshold <= 1:
+            raise UserError(f"runs.{name}.confidence_threshold must lie in [0, 1]")
+    for name, dataset in config.datasets.items():
+        _positive(f"datasets.{name}.max_new_tokens", dataset.max_new_tokens)
+        if dataset.limit is not None:
+            _positive(f"datasets.{name}.limit", dataset.limit)
+    _positive("engine.concurrency", config.engine.concurrency)
+    _positive("engine.interleave", config.engine.interleave)
+    if config.engine.threads is not None:
+        _positive("engine.threads", config.engine.threads)
+    if config.sampling.temperature < 0:
+        raise UserError("sampling.temperature must not be negative; 0 is greedy")
+    if "" in config.sampling.stop:
+        raise UserError("sampling.stop holds an empty string, which would end every answer at once")
+    if not 0 < config.sampling.top_p <= 1:
+        raise UserError("sampling.top_p must lie in (0, 1]; 1 keeps the whole distribution")
+
+
+def _positive(name: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{name} is {value}: it must be at least 1")
+
+
+def models_config(config: ExperimentConfig) -> ModelsConfig:
+    """The part of an experiment that preparing its models depends on."""
+    return ModelsConfig(target=config.target, drafter=config.drafter)
+
+
+def job_config(config: ExperimentConfig, dataset: str) -> JobConfig:
+    """The part of an experiment that one dataset's job depends on."""
+    if dataset not in config.datasets:
+        raise UserError(
+            f"experiment '{config.name}' has no dataset '{dataset}': "
+            f"{nearest(dataset, config.datasets)}"
+        )
+    return JobConfig(
+        experiment=config.name,
+        dataset=config.datasets[dataset],
+        runs=config.runs,
+        engine=config.engine,
+        sampling=config.sampling,
+    )
+
+
+def to_yaml(config: Any) -> str:
+    """Canonical text of a config: its identity, by which a job knows whether it must run again."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True, sort_keys=True)
+
+
+def from_yaml(kind: type, path: str | Path) -> Any:
+    """Read a resolved config back as the dataclass `kind`, checked against its schema.
+
+    Raises:
+        UserError: the file is absent, not YAML, or does not fit the schema.
+    """
+    try:
+        return OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.load(path))
+        )
+    except FileNotFoundError as error:
+        raise UserError(f"config file '{path}' does not exist") from error
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise UserError(f"config file '{path}': {_explain(error)}") from error
+
+
+def digest(config: Any) -> str:
+    """First 16 hex digits of the sha256 of a config's canonical text."""
+    return hashlib.sha256(to_yaml(config).encode()).hexdigest()[:16]

@@ -48,7 +48,7 @@ def test_a_dataset_config_composes_and_is_pinned(
 def test_published_formats_are_raw_and_the_authors_are_chats(
     name: str, dataset_config: Load
 ) -> None:
-    assert dataset_config(name).chat is (name not in BASES or name == "ultrachat")
+    assert dataset_config(name).chat is (name not in BASES)
 
 
 @pytest.mark.parametrize(
@@ -153,5 +153,7 @@ def test_ultrachat_takes_the_first_5000_chats(dataset_config: Load, fill_cache) 
     fill_cache(config.repo, config.revision, config.file, encode(str(config.file), rows))
     found = prepare_prompts(config)
     assert len(found) == 5000
-    assert found[0].turns == ["user0.0"]
-    assert found[1].turns == ["user1.0", "user1.1"]
+    assert found[0].turns == ["User: user0.0\nAssistant:"]
+    assert found[1].turns == ["User: user1.0\nAssistant: assistant1.0\nUser: user1.1\nAssistant:"]
+    dialogue = dataset_config("ultrachat_dialogue")
+    assert prepare_prompts(dialogue)[1].turns == ["user1.0", "user1.1"]

@@ -127,6 +127,12 @@ def test_a_chat_gives_the_user_turns_before_the_last_answer(
     assert found == [Prompt("set/0", turns)]
 
 
+def test_a_transcript_is_one_prompt_that_asks_for_the_last_answer(prompts_of) -> None:
+    row = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    found = prompts_of(jsonl(row), messages_field="messages", transcript=True)
+    assert found == [Prompt("set/0", ["User: a\nAssistant: b\nUser: c\nAssistant:"])]
+
+
 def test_rows_past_the_limit_are_not_looked_at(prompts_of) -> None:
     content = jsonl({"q": "fine"}, {"q": ""})
     assert len(prompts_of(content, template="{q}", limit=1)) == 1

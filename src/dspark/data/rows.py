@@ -48,6 +48,8 @@ def row_reader(config: DatasetConfig) -> ToTurns:
         turns_field = config.turns_field
         return lambda row, where: listed_turns(row, turns_field, where)
     messages_field = str(config.messages_field)
+    if config.transcript:
+        return lambda row, where: [transcript(row, messages_field, where)]
     return lambda row, where: asked_turns(row, messages_field, where)
 
 
@@ -116,12 +118,35 @@ def listed_turns(row: Row, field: str, where: str) -> list[Any]:
 def asked_turns(row: Row, field: str, where: str) -> list[str]:
     """The user turns that come before the last assistant message of a chat.
 
+    Each turn is a request: `History` decides whether a later one follows the model's own earlier
+    answers (model) or stands alone (independent).
+
+    Raises:
+        UserError: see `_before_last_answer`.
+    """
+    return [content for role, content in _before_last_answer(row, field, where) if role == "user"]
+
+
+def transcript(row: Row, field: str, where: str) -> str:
+    """All that comes before the last assistant message of a chat, as one text that asks for it.
+
+    The dataset's own earlier answers are in it, as in the published table, whose suite writes a chat
+    in these lines for a model without a chat template.
+
+    Raises:
+        UserError: see `_before_last_answer`.
+    """
+    names = {"user": "User", "assistant": "Assistant"}
+    lines = [f"{names[role]}: {text}" for role, text in _before_last_answer(row, field, where)]
+    return "\n".join([*lines, "Assistant:"])
+
+
+def _before_last_answer(row: Row, field: str, where: str) -> list[tuple[str, str]]:
+    """(role, content) of a chat's messages before its last assistant message.
+
     Messages are {"role", "content"} or {"from", "value"} objects. The last assistant message is
     the answer that the dataset holds to the last turn asked; a user message after it has no answer
-    there and is not asked, as in the published table. That table sends all that precedes the
-    answer as one prompt, the dataset's own earlier answers included. A prompt here holds user
-    turns alone: `History` decides whether a later turn follows the model's own earlier answers
-    (model) or stands alone (independent), and each turn is a request. Blank messages are skipped.
+    there and is not asked. Blank messages are skipped.
 
     Raises:
         UserError: the field is missing or is not a chat, a system message would be lost, or no
@@ -135,13 +160,13 @@ def asked_turns(row: Row, field: str, where: str) -> list[str]:
         )
     chat = [pair for message in messages if (pair := _message(message, field, where))[1].strip()]
     answers = [index for index, (role, _) in enumerate(chat) if role == "assistant"]
-    turns = [content for role, content in chat[: answers[-1]] if role == "user"] if answers else []
-    if not turns:
+    asked = chat[: answers[-1]] if answers else []
+    if not any(role == "user" for role, _ in asked):
         raise UserError(
             f"{where}: field '{field}' has no user message before an assistant message: "
             "nothing can be asked, name another field"
         )
-    return turns
+    return asked
 
 
 def read_rows(path: Path, kind: str, origin: str, limit: int | None) -> list[Row]:

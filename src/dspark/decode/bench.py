@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -51,7 +52,7 @@ class Job:
     ) -> None:
         self.config, self.prompts, self.tokenizer = config, list(prompts), tokenizer
         self.warmup = list(warmup)[: config.engine.warmup]
-        self.turns = {prompt.id: prompt.turns for prompt in [*self.prompts, *self.warmup]}
+        self.turns = {prompt.id: prompt.turns for prompt in [*self.warmup, *self.prompts]}
         capacity = max(self._longest(prompt, target.max_positions) for prompt in self.prompts)
         capacity = max(capacity, *(self._longest(prompt, None) for prompt in self.warmup), 1)
         capacity = min(capacity, target.max_positions)
@@ -92,8 +93,20 @@ class Job:
 
     def prompt_tokens(self, prompt_id: str, turn: int, answers: list[list[int]]) -> list[int]:
         """Token ids that a turn is asked with, given the output ids of the turns before it."""
-        texts = [self.tokenizer.decode(ids) for ids in answers]
+        texts = [self._answer_text(ids) for ids in answers]
         return self._encode(self.turns[prompt_id], turn, texts)
+
+    def _answer_text(self, ids: list[int]) -> str:
+        """Text of an earlier answer, without what goes beyond the room that `_longest` leaves for it.
+
+        Text may encode to more tokens than it was decoded from: bytes that are not UTF-8 do.
+        """
+        room = self.config.dataset.max_new_tokens + TEMPLATE_SLACK // 2
+        text = self.tokenizer.decode(ids)
+        while len(self.tokenizer.encode_turn([text], [], chat=False)) > room:
+            ids = ids[:-1]
+            text = self.tokenizer.decode(ids)
+        return text
 
     def request(self, prompt_id: str, turn: int, answers: list[list[int]]) -> Request:
         """The request of one turn, with the job's sampling settings."""
@@ -110,9 +123,19 @@ class Job:
 
 
 def run_job(job: Job, journal: Path) -> list[RequestRecord]:
-    """Run what the journal does not hold yet; returns all records, in run and prompt order."""
+    """Run what the journal does not hold yet; returns all records, in run and prompt order.
+
+    Raises:
+        UserError: the journal is damaged, or another job's.
+    """
     records = read_journal(journal)
     runs = job.config.runs
+    for record in records:
+        if record.run not in runs or record.prompt_id not in job.turns:
+            raise UserError(
+                f"journal '{journal}' holds run '{record.run}' of prompt "
+                f"'{record.prompt_id}', which this job has not: delete the file"
+            )
     done: dict[str, dict[str, list[list[int]]]] = {name: defaultdict(list) for name in runs}
     windows = dict.fromkeys(runs, 0)
     for record in records:
@@ -123,8 +146,11 @@ def run_job(job: Job, journal: Path) -> list[RequestRecord]:
     with (
         journal.open("a") as handle,
         tqdm(
-            total=requests * len(runs), initial=len(records), unit="req",
-            desc=job.config.dataset.name, mininterval=1.0,
+            total=requests * len(runs),
+            initial=len(records),
+            unit="req",
+            desc=job.config.dataset.name,
+            mininterval=1.0 if sys.stderr.isatty() else 10.0,
         ) as bar,
     ):
         for block, name in _schedule(job, list(runs)):
@@ -211,17 +237,19 @@ def read_journal(path: Path) -> list[RequestRecord]:
     """
     if not path.exists():
         return []
-    content = path.read_text()
-    whole = content[: content.rfind("\n") + 1]
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
-        with path.open("r+") as handle:
-            handle.truncate(len(whole.encode()))
+        with path.open("r+b") as handle:
+            handle.truncate(len(whole))
     records = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             records.append(RequestRecord(**json.loads(line)))
         except (ValueError, TypeError) as error:
-            raise UserError(f"journal '{path}' line {number} is damaged: delete the file") from error
+            raise UserError(
+                f"journal '{path}' line {number} is damaged: delete the file"
+            ) from error
     return records
 
 

@@ -23,12 +23,14 @@ class SlotCache:
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
         self._rows = slice(0, 0)
+        self._index = torch.empty(0, 1, dtype=torch.long)
         self._positions = torch.empty(0, 0, dtype=torch.long)
         self._length = 0
 
     def select(self, rows: slice, positions: Tensor, length: int) -> None:
         """Aim at slots `rows` for tokens at `positions` [R, T]; reads cover positions < `length`."""
         self._rows, self._positions, self._length = rows, positions, length
+        self._index = torch.arange(rows.start, rows.stop, device=positions.device)[:, None]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store K and V [R, G, T, h] of one layer at the selected rows and positions."""
@@ -36,10 +38,11 @@ class SlotCache:
             shape = (self.slots, key.shape[1], self.capacity)
             self.keys[layer] = key.new_zeros(*shape, key.shape[-1])
             self.values[layer] = value.new_zeros(*shape, value.shape[-1])
-        rows = torch.arange(self._rows.start, self._rows.stop, device=key.device)[:, None]
+        keys, values = self.keys[layer], self.values[layer]
+        assert keys is not None and values is not None
         # Advanced indices around a slice put their own dimensions first: [R, T, G, h].
-        self.keys[layer][rows, :, self._positions] = key.transpose(1, 2)  # type: ignore[index]
-        self.values[layer][rows, :, self._positions] = value.transpose(1, 2)  # type: ignore[index]
+        keys[self._index, :, self._positions] = key.transpose(1, 2)
+        values[self._index, :, self._positions] = value.transpose(1, 2)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [R, G, length, h] of the selected rows."""

@@ -64,7 +64,7 @@ def propose(
     length = longest + size
     cache.select(slice(0, anchors.shape[0]), positions, length)
     keys = torch.arange(length, device=anchors.device)
-    mask = (keys < starts[:, None] + size)[:, None, None]  # [R, 1, 1, length]: nothing else is masked
+    mask = (keys < starts[:, None] + size)[:, None, None]  # [R, 1, 1, length]: no causal mask
     hidden = drafter.block_hidden(
         drafter.block_inputs(anchors), positions, lambda i, k_, v_: cache.update(k_, v_, i), mask
     )

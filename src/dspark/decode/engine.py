@@ -149,11 +149,13 @@ class Engine:
             its row; the request is over already when finish_reason is set.
 
         Raises:
-            UserError: an empty prompt, or one that does not fit the capacity.
+            UserError: an empty prompt, one that does not fit the capacity, or no tokens wanted.
         """
         length = len(request.tokens)
         if length == 0:
             raise UserError(f"prompt '{request.prompt_id}' turn {request.turn} has no tokens")
+        if request.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {request.max_new_tokens}: it must be at least 1")
         if length + request.max_new_tokens > self.capacity:
             raise UserError(
                 f"prompt '{request.prompt_id}' turn {request.turn} has {length} tokens and may grow "
@@ -230,7 +232,9 @@ class Engine:
             write_context(self.drafter, self.draft_cache, here, taps, positions)
 
         # The step's only transfer to the host: counts and tokens, [R, width + 3] integers.
-        outcome = torch.cat([accepted[:, None], limits[:, None], drafted, following[:, None]], dim=1)
+        outcome = torch.cat(
+            [accepted[:, None], limits[:, None], drafted, following[:, None]], dim=1
+        )
         outcomes, now = outcome.tolist(), self.clock()
         for row, (count, verified, *proposed, bonus) in zip(rows, outcomes, strict=True):
             budget = row.budget

@@ -26,7 +26,9 @@ def resolve_device(device: Device) -> str:
     if device is Device.auto:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device is Device.cuda and not torch.cuda.is_available():
-        raise UserError("engine.device is cuda but no GPU can be used: set engine.device=cpu or auto")
+        raise UserError(
+            "engine.device is cuda but no GPU can be used: set engine.device=cpu or auto"
+        )
     return device.value
 
 
@@ -77,7 +79,10 @@ def git_state(folder: Path) -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     status = git("status", "--porcelain", "--untracked-files=no")
-    return {"git_sha": git("rev-parse", "HEAD"), "git_dirty": None if status is None else bool(status)}
+    return {
+        "git_sha": git("rev-parse", "HEAD"),
+        "git_dirty": None if status is None else bool(status),
+    }
 
 
 def _version(package: str) -> str | None:
@@ -100,7 +105,10 @@ def _nvidia_smi() -> dict[str, str]:
     try:
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return {}

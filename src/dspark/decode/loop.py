@@ -37,8 +37,8 @@ def closed_loop(
             row = engine.admit(make_request(name, len(answers[name]), answers[name]), submitted)
             if row.finish_reason is not None:
                 finished.append(row)
-        if engine.active:
-            finished += engine.step()
+        # Places that a first token has already freed are taken before anyone's next step.
+        finished = finished or engine.step()
         for row in finished:
             name = row.request.prompt_id
             answers[name].append(row.output)

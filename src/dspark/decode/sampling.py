@@ -79,7 +79,9 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     return token.clamp_max(probs.shape[-1] - 1)
 
 
-def draw_uniforms(generators: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
+def draw_uniforms(
+    generators: Sequence[torch.Generator], count: int, device: torch.device
+) -> Tensor:
     """`count` uniforms for each row [R, count], each row's from its own generator."""
     rows = [torch.rand(count, generator=generator) for generator in generators]
     return torch.stack(rows).to(device)

@@ -33,19 +33,45 @@ def read_config(path: str | Path) -> Qwen3Config:
     """Read a native config.json.
 
     Raises:
-        UserError: the file is absent or broken, or a DSpark field is missing.
+        UserError: the file is absent or broken, or a field is missing or has a value that no
+            drafter can have.
     """
     file = Path(path) / "config.json"
     try:
         raw = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"drafter '{path}' has no config.json: give a checkpoint directory") from error
-    except json.JSONDecodeError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(
+            f"drafter '{path}' has no config.json: give a checkpoint directory"
+        ) from error
+    except ValueError as error:
         raise UserError(f"drafter config '{file}' is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"drafter config '{file}' is not a JSON object: is it a DSpark drafter?")
     missing = [name for name in REQUIRED if name not in raw]
     if missing:
-        raise UserError(f"drafter config '{file}' lacks {', '.join(missing)}: is it a DSpark drafter?")
-    return Qwen3Config(**{**DEFAULTS, **raw})
+        raise UserError(
+            f"drafter config '{file}' lacks {', '.join(missing)}: is it a DSpark drafter?"
+        )
+    for name in REQUIRED:
+        _check_value(file, name, raw[name])
+    try:
+        return Qwen3Config(**{**DEFAULTS, **raw})
+    except Exception as error:  # its validators raise several kinds
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"drafter config '{file}': {reason}") from error
+
+
+def _check_value(file: Path, name: str, value: Any) -> None:
+    """A field of DSpark's own is a whole number, or for target_layer_ids a list of them."""
+    if name == "target_layer_ids":
+        fits = isinstance(value, list) and value != [] and all(type(item) is int for item in value)
+        wanted = "a list of layer numbers"
+    else:
+        least = 1 if name == "block_size" else 0
+        fits = type(value) is int and value >= least
+        wanted = f"a whole number of at least {least}"
+    if not fits:
+        raise UserError(f"drafter config '{file}': {name} is {value!r}, expected {wanted}")
 
 
 def check_fits(config: Qwen3Config, target: Target, name: str | Path) -> None:
@@ -88,22 +114,33 @@ def load_drafter(path: str | Path, target: Target) -> DSparkDrafter:
     config = read_config(path)
     check_fits(config, target, path)
     tensors = _read_tensors(Path(path))
-    with torch.device("meta"):
-        drafter = DSparkDrafter(config, target.embed, target.logits)
+    try:
+        with torch.device("meta"):
+            drafter = DSparkDrafter(config, target.embed, target.logits)
+    except (KeyError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise UserError(f"drafter '{path}': its config makes no network ({error!r})") from error
     _check_tensors(tensors, drafter, target, path)
     for name in SHARED:
         tensors.pop(name, None)
     drafter = drafter.to_empty(device="cpu")
-    drafter.rotary_emb = type(drafter.rotary_emb)(config)  # its buffers are computed, not stored
     drafter.load_state_dict(tensors)
-    return drafter.to(device=target.device, dtype=target.dtype).eval()
+    drafter.to(dtype=target.dtype)
+    # Its buffers are computed, not stored, and stay float32: rounded frequencies are off by whole
+    # radians some hundred positions on.
+    drafter.rotary_emb = type(drafter.rotary_emb)(config)
+    return drafter.to(device=target.device).eval()
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     index = path / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"drafter index '{index}' is broken ({error}): fetch it again"
+            ) from error
     files = sorted(path / name for name in names)
     absent = [file.name for file in files if not file.is_file()]
     if absent:
@@ -116,7 +153,9 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
             with safe_open(file, framework="pt") as handle:
                 tensors.update({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118
         except SafetensorError as error:
-            raise UserError(f"drafter weights '{file}' are corrupt ({error}): fetch them again") from error
+            raise UserError(
+                f"drafter weights '{file}' are corrupt ({error}): fetch them again"
+            ) from error
     return tensors
 
 
@@ -139,7 +178,9 @@ def _check_tensors(
             )
 
 
-def save_drafter(drafter: DSparkDrafter, path: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_drafter(
+    drafter: DSparkDrafter, path: str | Path, dtype: torch.dtype | None = None
+) -> None:
     """Write a native checkpoint without embedding and LM head (they are the target's).
 
     Both files are written aside and renamed, the config last, so a killed writer leaves no

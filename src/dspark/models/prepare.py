@@ -42,9 +42,13 @@ class PreparedModel:
         try:
             model = cls(**json.loads(Path(path).read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"'{path}' is not a prepared model ({error}): run `dspark prepare`") from error
+            raise UserError(
+                f"'{path}' is not a prepared model ({error}): run `dspark prepare`"
+            ) from error
         if not Path(model.path).is_dir():
-            raise UserError(f"'{path}' names '{model.path}', which is gone: delete it and run again")
+            raise UserError(
+                f"'{path}' names '{model.path}', which is gone: delete it and run again"
+            )
         return model
 
     def write(self, path: str | Path) -> None:
@@ -99,16 +103,21 @@ def _embedded_drafter(name: str, _store: Path) -> Path:
 
 def _local(config: TargetConfig | DrafterConfig) -> Path:
     if config.path is None:
-        raise UserError(f"model '{config.name}' has source 'local' but no path: set it in its YAML file")
+        raise UserError(
+            f"model '{config.name}' has source 'local' but no path: set it in its YAML file"
+        )
     path = Path(config.path).expanduser()
     if not (path / "config.json").is_file():
-        raise UserError(f"model '{config.name}': '{path}' has no config.json, give a model directory")
+        raise UserError(
+            f"model '{config.name}': '{path}' has no config.json, give a model directory"
+        )
     return path.resolve()
 
 
 def _hub(config: TargetConfig | DrafterConfig) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
+    from huggingface_hub.utils import logging
 
     if config.repo is None or config.revision is None:
         raise UserError(
@@ -116,18 +125,23 @@ def _hub(config: TargetConfig | DrafterConfig) -> Path:
             "so that a re-run gets the same weights"
         )
     where = f"{config.repo} at revision {config.revision}"
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # no notice of each retry: one line at the end says it all
     try:
         return Path(
             snapshot_download(config.repo, revision=config.revision, allow_patterns=HUB_PATTERNS)
         )
     except LocalEntryNotFoundError as error:
         raise UserError(
-            f"model '{config.name}': the hub cannot be reached and {where} is not in the local cache; "
-            "fetch it where there is a network (HF_HUB_CACHE says where to), or set source=local and path"
+            f"model '{config.name}': the hub cannot be reached and {where} is not in the local "
+            "cache; fetch it where there is a network (HF_HUB_CACHE says where to), or set "
+            "source=local and path"
         ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except (HTTPError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"model '{config.name}': cannot fetch {where}: {reason}") from error
+    finally:
+        logging.set_verbosity(level)
 
 
 def hash_files(path: Path) -> dict[str, str]:

@@ -20,8 +20,8 @@ from dspark.errors import UserError
 class Target:
     """A loaded causal LM in eval mode. D hidden size, V vocabulary."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model: Any = model.eval().requires_grad_(False)
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval().requires_grad_(False)
         self.config = self.model.config.get_text_config()
         self.decoder: Any = self.model.get_decoder()
         self.embed: nn.Module = self.model.get_input_embeddings()
@@ -31,6 +31,9 @@ class Target:
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int = self.config.max_position_embeddings
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        # Cohere multiplies its logits, Granite divides them.
+        multiplier = getattr(self.config, "logit_scale", None) or 1.0
+        self.scale: float = multiplier / (getattr(self.config, "logits_scaling", None) or 1.0)
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +73,7 @@ class Target:
         """
         caught: dict[int, Tensor] = {}
         hooks = [self._tap(layer, caught) for layer in taps]
-        mask: Any = masks["all"] if "all" in masks else masks
+        mask: Any = masks.get("all", masks)
         try:
             states = self.decoder(
                 input_ids=tokens,
@@ -85,12 +88,15 @@ class Target:
         return states, torch.cat([caught[layer] for layer in taps], dim=-1) if taps else None
 
     def _tap(self, layer: int, caught: dict[int, Tensor]) -> Any:
-        module = self.embed if layer == -1 else self.decoder.layers[layer]
+        def keep_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            caught[layer] = args[0] if args else kwargs["hidden_states"]
 
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:
             caught[layer] = output[0] if isinstance(output, tuple) else output
 
-        return module.register_forward_hook(keep)
+        if layer == -1:  # what the first layer reads: some families scale the embeddings
+            return self.decoder.layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+        return self.decoder.layers[layer].register_forward_hook(keep)
 
     def logits(self, states: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Final states [..., D] to logits [..., V], or to those of `tokens` [C] alone [..., C]."""
@@ -99,6 +105,8 @@ class Target:
         else:
             bias = None if self.lm_head.bias is None else self.lm_head.bias[tokens]
             logits = nn.functional.linear(states, self.lm_head.weight[tokens], bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
@@ -108,25 +116,115 @@ def load_target(path: str | Path, device: str, dtype: torch.dtype) -> Target:
     """Load a Hugging Face model directory, safetensors only and without remote code.
 
     Raises:
-        UserError: no such directory, a model transformers cannot load as a causal LM, or weights
-            that are corrupt or in another format than safetensors.
+        UserError: no such directory, a model transformers cannot load as a causal LM, weights that
+            are incomplete, corrupt or in another format than safetensors, or a family whose forward
+            pass does more than the decoder knows of.
     """
+    if not (Path(path) / "config.json").is_file():
+        raise UserError(f"target '{path}' has no config.json: give a Hugging Face model directory")
+    if not any(Path(path).glob("*.safetensors")):
+        raise UserError(
+            f"target '{path}' has no *.safetensors: no other weights are read, save it again with "
+            "save_pretrained"
+        )
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         if config.is_encoder_decoder:
-            raise UserError(f"target '{path}' is an encoder-decoder ({config.model_type}): "
-                            "only decoder-only causal LMs can be decoded here")
-        model = AutoModelForCausalLM.from_pretrained(
+            raise UserError(
+                f"target '{path}' is an encoder-decoder ({config.model_type}): "
+                "only decoder-only causal LMs can be decoded here"
+            )
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
             attn_implementation="sdpa",
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # so that the report names them
+            output_loading_info=True,
         )
+        model, report = loaded
+        _check_complete(path, report)
+        model = model.to(device)
     except UserError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"target '{path}' cannot be loaded: {reason}") from error
-    return Target(model.to(device))
+        raise UserError(f"target '{path}' cannot be loaded: {_one_line(error)}") from error
+    try:
+        target = Target(model)
+        reason = _length_dependent_rope(target.config) or _disagreement(target)
+    except Exception as error:
+        reason = _one_line(error)
+    if reason is not None:
+        raise UserError(
+            f"target '{path}': models of type {config.model_type} cannot be decoded here "
+            f"({reason}); choose a causal LM with plain full or sliding-window attention"
+        )
+    return target
+
+
+def _length_dependent_rope(config: Any) -> str | None:
+    """Name of a RoPE whose rotations depend on the longest row of a batch, or None.
+
+    With such a one a row's output would depend on its neighbours, and on drafts past its end.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    names = {kind.get("rope_type") for kind in kinds} & {"dynamic", "longrope"}
+    return f"its {names.pop()} RoPE changes with the batch's longest row" if names else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _check_complete(path: str | Path, report: Any) -> None:
+    """Refuse weights that transformers would fill up with random numbers."""
+    for name, stored, expected in sorted(report["mismatched_keys"]):
+        raise UserError(
+            f"target '{path}': tensor {name} is {list(stored)}, expected {list(expected)}: "
+            "fetch the model again"
+        )
+    for name in sorted(report["missing_keys"]):
+        raise UserError(f"target '{path}': tensor {name} is missing: fetch the model again")
+
+
+class _Appended:
+    """The least KV cache: appends what it is given."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_args: object, **_kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if layer in self.layers:
+            before = self.layers[layer]
+            key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
+        self.layers[layer] = key, value
+        return key, value
+
+
+@torch.inference_mode()
+def _disagreement(target: Target) -> str | None:
+    """Run a few tokens in two parts through `target` and whole through the model itself.
+
+    Returns:
+        None when the logits agree; else what is wrong. A family may scale its logits, keep other
+        states than K and V or mask in its own way: that must not pass for the target's output.
+    """
+    ids = torch.arange(8, device=target.device)[None] % target.vocab_size
+    theirs = target.model(input_ids=ids, use_cache=False).logits.float()
+    cache, parts = _Appended(), []
+    for begin, end in ((0, 5), (5, 8)):
+        positions = torch.arange(begin, end, device=target.device)[None]
+        distance = positions[..., None] - torch.arange(end, device=target.device)
+        masks = {
+            kind: ((distance >= 0) & (distance < (window or end)))[:, None]
+            for kind, window in target.windows.items()
+        }
+        states, _ = target.forward(ids[:, begin:end], positions, cache, masks, (-1, 0))
+        parts.append(target.logits(states).float())
+    error = (torch.cat(parts, dim=1) - theirs).abs().mean()
+    return None if error <= 0.2 * theirs.std() else "its logits are not those of its last layer"

@@ -33,24 +33,35 @@ class ChatTokenizer:
         if not chat:
             parts = [part for pair in zip(turns, answers, strict=False) for part in pair]
             return self.tokenizer("\n\n".join([*parts, turns[-1]]))["input_ids"]
-        if self.tokenizer.chat_template is None:
-            raise UserError("the target's tokenizer has no chat template: set chat=false for its datasets")
         messages = [{"role": "user", "content": turns[0]}]
         for answer, turn in zip(answers, turns[1:], strict=True):
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self._ids(text)
+            messages += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": turn},
+            ]
+        return self._ids(self._lay_out(messages, add_generation_prompt=True))
 
     def open_user_turn(self, opener: str) -> list[int]:
-        """Ids of a conversation whose first user turn has begun with `opener` and is not over."""
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False
-        )
+        """Ids of a conversation whose first user turn has begun with `opener` and is not over.
+
+        Raises:
+            UserError: the tokenizer has no chat template.
+        """
+        text = self._lay_out([{"role": "user", "content": _MARK}], add_generation_prompt=False)
         return self._ids(text.split(_MARK)[0] + opener)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, special tokens left out."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _lay_out(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        if self.tokenizer.chat_template is None:
+            raise UserError(
+                "the target's tokenizer has no chat template: set chat=false for its datasets"
+            )
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -60,10 +71,13 @@ def load_tokenizer(path: str | Path) -> ChatTokenizer:
     """Load the tokenizer of a Hugging Face model directory and its end-of-sequence ids.
 
     Raises:
-        UserError: the directory holds no tokenizer that transformers can load.
+        UserError: the directory holds no tokenizer that transformers can load, or its configs are
+            broken.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"target '{path}' has no usable tokenizer: {reason}") from error
@@ -74,7 +88,12 @@ def _eos_ids(path: Path, fallback: int | None) -> frozenset[int]:
     """What ends an answer: generation_config.json's ids (there may be several), else config.json's."""
     for name in ("generation_config.json", "config.json"):
         file = path / name
-        value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        try:
+            value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise UserError(
+                f"'{file}' is not a JSON object ({error}): fetch the model again"
+            ) from error
         if value is not None:
             return frozenset([value] if isinstance(value, int) else value)
     return frozenset() if fallback is None else frozenset([fallback])

@@ -19,11 +19,13 @@ from tqdm import tqdm
 from dspark.decode.engine import Engine, Request
 from dspark.decode.loop import closed_loop
 from dspark.decode.sampling import Sampling
+from dspark.errors import UserError
 from dspark.models.target import Target
 from dspark.models.tokenizer import ChatTokenizer
 
 PROMPT_TOKENS = 96  # longest user turn that the target may write
 CHUNK = 256  # prompts between two writes: what a kill can lose
+BARREN = 3  # chunks in a row without a new conversation before it gives up
 
 
 @dataclass
@@ -63,12 +65,19 @@ def synthesize(
     seed: int,
     concurrency: int = 64,
 ) -> None:
-    """Append conversations to `out` until it holds `prompts` of them. Seeded and resumable."""
+    """Append conversations to `out` until it holds `prompts` of them. Seeded and resumable.
+
+    Raises:
+        UserError: the target writes nothing that can be used.
+    """
+    if out.exists():
+        _drop_cut_line(out)
     done = read_conversations(out) if out.exists() else []
     seen = {normalise(item.user) for item in done}
     capacity = 512 + max_new_tokens
     engine = Engine(target, concurrency=concurrency, capacity=capacity)
     chunk = int(done[-1].id.split("/")[0]) + 1 if done else 0
+    barren = 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as handle, tqdm(total=prompts, initial=len(done), unit="prompt") as bar:
         while bar.n < prompts:
@@ -77,24 +86,39 @@ def synthesize(
                 for user in _write_users(engine, tokenizer, chunk, seed)
                 if normalise(user) not in seen and not seen.add(normalise(user))  # type: ignore[func-returns-value]
             ]
+            before = bar.n
             for conversation in _answer(engine, tokenizer, users, chunk, max_new_tokens):
                 handle.write(json.dumps(asdict(conversation)) + "\n")
                 bar.update()
             handle.flush()
             chunk += 1
+            barren = barren + 1 if bar.n == before else 0
+            if barren == BARREN:
+                raise UserError(
+                    f"the target wrote no new usable prompt in {BARREN * CHUNK} tries ('{out}' "
+                    f"holds {bar.n} of {prompts}): take an instruction-tuned target or fewer prompts"
+                )
 
 
-def _write_users(
-    engine: Engine, tokenizer: ChatTokenizer, chunk: int, seed: int
-) -> Iterator[str]:
+def _drop_cut_line(path: Path) -> None:
+    """Cut off a last line without an end, so that the next one is not glued to it."""
+    with path.open("rb+") as handle:
+        handle.truncate(handle.read().rfind(b"\n") + 1)
+
+
+def _write_users(engine: Engine, tokenizer: ChatTokenizer, chunk: int, seed: int) -> Iterator[str]:
     starts = openers()
     names = [f"{chunk}/{index}" for index in range(CHUNK)]
     opener = {name: starts[(chunk * CHUNK + i) % len(starts)] for i, name in enumerate(names)}
 
     def request(name: str, turn: int, _answers: list[list[int]]) -> Request:
         return Request(
-            name, turn, tokenizer.open_user_turn(opener[name]), PROMPT_TOKENS,
-            Sampling(temperature=1.0, seed=seed), tokenizer.eos_ids,
+            name,
+            turn,
+            tokenizer.open_user_turn(opener[name]),
+            PROMPT_TOKENS,
+            Sampling(temperature=1.0, seed=seed),
+            tokenizer.eos_ids,
         )
 
     for row in closed_loop(engine, [(name, 1) for name in names], request):

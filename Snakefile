@@ -1,0 +1,27 @@
+from snakemake.utils import min_version
+
+min_version("9.27")
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/models.smk"
+include: "workflow/rules/data.smk"
+include: "workflow/rules/bench.smk"
+include: "workflow/rules/report.smk"
+
+
+localrules:
+    all,
+    models_config,
+    job_config,
+    tracking_config,
+    summarise,
+    table,
+    track,
+
+
+rule all:
+    default_target: True
+    input:
+        f"results/{EXPERIMENT}/table.md",
+        f"results/{EXPERIMENT}/mlflow.json",

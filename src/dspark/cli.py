@@ -1,0 +1,182 @@
+"""`dspark ...`: what the rules call, and what a user calls."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from dspark import __version__, stages
+from dspark.config import (
+    TrackingConfig,
+    compose_experiment,
+    compose_training,
+    from_yaml,
+    job_config,
+    to_yaml,
+)
+from dspark.errors import UserError, nearest
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+class Verbs(click.Group):
+    """A command group that answers an unknown verb with the nearest one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            raise UserError(f"no command '{args[0]}': {nearest(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=Verbs)
+@click.version_option(__version__)
+def cli() -> None:
+    """Does DSpark speculative decoding pay on my model, my GPU, my traffic?
+
+    \b
+    The whole table:   dspark run demo
+    One stage alone:   prepare, prompts, bench, summarise, table, track
+    A new drafter:     dspark train --out my_drafter
+    """
+
+
+@cli.command()
+@click.argument("experiment", default="demo")
+@click.argument("overrides", nargs=-1)
+@click.option("--cores", default="all", show_default=True, help="CPU cores for Snakemake.")
+@click.option("--profile", help="Workflow profile, for example profiles/slurm.")
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would run.")
+def run(
+    experiment: str, overrides: tuple[str, ...], cores: str, profile: str | None, dry_run: bool
+) -> None:
+    """Run an experiment's DAG up to its table.
+
+    \b
+    Example: dspark run demo engine.concurrency=8 datasets.gsm8k.limit=4
+    """
+    compose_experiment(experiment, overrides)  # a wrong name fails here, in one line
+    command = [sys.executable, "-m", "snakemake", "--cores", cores]
+    if profile:
+        command += ["--workflow-profile", profile]
+    if dry_run:
+        command.append("--dry-run")
+    quoted = ",".join(f'"{_escape(item)}"' for item in overrides)
+    command += ["--config", f"experiment={experiment}", f"overrides=[{quoted}]"]
+    sys.exit(subprocess.run(command).returncode)
+
+
+def _escape(text: str) -> str:
+    """Inside a double-quoted YAML string."""
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+@cli.command("config")
+@click.argument("experiment", default="demo")
+@click.argument("overrides", nargs=-1)
+@click.option("--dataset", help="Show the job of one dataset.")
+def show_config(experiment: str, overrides: tuple[str, ...], dataset: str | None) -> None:
+    """Print an experiment's resolved config."""
+    config = compose_experiment(experiment, overrides)
+    click.echo(to_yaml(job_config(config, dataset) if dataset else config), nl=False)
+
+
+@cli.command()
+@click.option("--config", type=FILE, required=True, help="Resolved models config.")
+@click.option("--store", type=FOLDER, default="results/models", show_default=True)
+@click.option("--out", type=FOLDER, required=True, help="Folder for target.json and drafter.json.")
+def prepare(config: Path, store: Path, out: Path) -> None:
+    """Make target and drafter available on this machine."""
+    stages.prepare(config, store, out)
+
+
+@cli.command()
+@click.option("--config", type=FILE, required=True, help="Resolved job config.")
+@click.option("--out", type=FILE, required=True, help="prompts.jsonl to write.")
+def prompts(config: Path, out: Path) -> None:
+    """Write a dataset's prompts."""
+    stages.prompts(config, out)
+
+
+@cli.command()
+@click.option("--config", type=FILE, required=True, help="Resolved job config.")
+@click.option("--prompts", "prompt_file", type=FILE, required=True)
+@click.option("--models", type=FOLDER, required=True, help="Folder of target.json, drafter.json.")
+@click.option("--threads", type=int, help="CPU threads when engine.threads is null.")
+@click.option("--out", type=FOLDER, required=True, help="Folder of the dataset.")
+def bench(config: Path, prompt_file: Path, models: Path, threads: int | None, out: Path) -> None:
+    """Run one dataset with all its runs on one device."""
+    stages.bench(config, prompt_file, models, out, threads)
+
+
+@cli.command()
+@click.option("--models", type=FOLDER, required=True, help="Folder of target.json, drafter.json.")
+@click.argument("folder", type=FOLDER)
+def summarise(models: Path, folder: Path) -> None:
+    """Turn a dataset's request records into summaries."""
+    stages.summarise(folder, models)
+
+
+@cli.command()
+@click.argument("summaries", nargs=-1, required=True, type=FILE)
+@click.option("--out", type=FILE, required=True)
+def table(summaries: tuple[Path, ...], out: Path) -> None:
+    """Write the results table of these summaries, in this order."""
+    click.echo(stages.table(list(summaries), out))
+
+
+@cli.command()
+@click.argument("results", type=FOLDER)
+@click.argument("summaries", nargs=-1, type=FILE)
+@click.option("--config", type=FILE, help="Resolved tracking config; default: the local store.")
+@click.option("--out", type=FILE, help="File for the run ids; default: <results>/mlflow.json.")
+def track(
+    results: Path, summaries: tuple[Path, ...], config: Path | None, out: Path | None
+) -> None:
+    """Log an experiment's cells to MLflow; logging again changes nothing.
+
+    \b
+    Example: dspark track results/demo
+    """
+    tracking = from_yaml(TrackingConfig, config) if config else TrackingConfig()
+    chosen = sorted(results.glob("*/*/summary.json")) if not summaries else list(summaries)
+    stages.track(results, chosen, tracking, out or results / "mlflow.json")
+
+
+@cli.command()
+@click.argument("overrides", nargs=-1)
+@click.option("--data", type=FILE, default="results/train/conversations.jsonl", show_default=True)
+@click.option("--store", type=FOLDER, default="results/models", show_default=True)
+@click.option("--out", type=FOLDER, required=True, help="Checkpoint folder to write.")
+def train(overrides: tuple[str, ...], data: Path, store: Path, out: Path) -> None:
+    """Train a drafter on text that its target generates.
+
+    \b
+    Example: dspark train --out results/drafters/mine prompts=500 shape.layers=1
+    """
+    acceptance = stages.train(compose_training(overrides), data, store, out)
+    click.echo("accept by position: " + " ".join(f"{share:.3f}" for share in acceptance))
+
+
+def main() -> None:
+    """Entry point: a UserError becomes one line on stderr and exit status 1."""
+    try:
+        cli.main(standalone_mode=False)
+    except UserError as error:
+        click.echo(f"dspark: {' '.join(str(error).split())}", err=True)
+        sys.exit(1)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("dspark: interrupted", err=True)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

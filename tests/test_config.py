@@ -1,0 +1,155 @@
+"""Experiments compose, and what does not fit is refused in one line that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dspark.config import (
+    JobConfig,
+    Mode,
+    compose_experiment,
+    compose_training,
+    digest,
+    from_yaml,
+    job_config,
+    split_overrides,
+    to_yaml,
+)
+from dspark.errors import UserError
+
+CONFIG = Path(__file__).parents[1] / "config"
+DATASETS = ["math500", "gsm8k", "humaneval", "mbpp", "mt_bench", "ultrachat"]
+PUBLISHED_REQUESTS = dict(zip(DATASETS, [500, 1319, 164, 500, 160, 5000], strict=True))
+
+
+def composed(*overrides: str, experiment: str = "demo"):
+    return compose_experiment(experiment, overrides, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "experiment", [path.stem for path in (CONFIG / "experiment").glob("*.yaml")]
+)
+def test_every_experiment_composes_with_the_published_datasets_and_arms(experiment: str) -> None:
+    config = composed(experiment=experiment)
+    assert list(config.datasets) == DATASETS
+    assert list(config.runs) == ["baseline", "dspark_k3", "dspark_k7"]
+    assert config.name == experiment
+
+
+def test_published_experiment_has_the_published_settings() -> None:
+    config = composed(experiment="published")
+    turns = {"mt_bench": 2}
+    counts = {name: (d.limit or 0) * turns.get(name, 1) for name, d in config.datasets.items()}
+    # gsm8k, humaneval and mt_bench take all rows of their split: tests/data counts them.
+    assert {n: c for n, c in counts.items() if c} == {
+        n: PUBLISHED_REQUESTS[n] for n, c in counts.items() if c
+    }
+    assert {d.max_new_tokens for d in config.datasets.values()} == {128}
+    assert (config.engine.concurrency, config.engine.warmup) == (4, 8)
+    assert (config.sampling.temperature, config.sampling.ignore_eos) == (0.0, False)
+    assert config.target.revision and config.drafter.revision
+
+
+def test_job_round_trips_through_its_yaml(tmp_path: Path) -> None:
+    job = job_config(composed("sampling.stop=[END]"), "gsm8k")
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(job))
+    assert from_yaml(JobConfig, path) == job
+    assert digest(from_yaml(JobConfig, path)) == digest(job)
+
+
+def test_a_datasets_option_changes_that_datasets_job_alone() -> None:
+    before, after = composed(), composed("datasets.gsm8k.limit=3")
+    changed = [
+        name
+        for name in DATASETS
+        if digest(job_config(before, name)) != digest(job_config(after, name))
+    ]
+    assert changed == ["gsm8k"]
+
+
+def test_tracking_is_no_part_of_a_job() -> None:
+    other = composed("tracking.uri=http://127.0.0.1:1")
+    assert digest(job_config(composed(), "gsm8k")) == digest(job_config(other, "gsm8k"))
+
+
+def test_a_user_adds_an_arm_by_a_small_yaml_file(tmp_path: Path) -> None:
+    for path in CONFIG.rglob("*.yaml"):
+        copy = tmp_path / path.relative_to(CONFIG)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\n"
+        "defaults: [demo, _self_]\n"
+        "datasets: {gsm8k: {limit: 4}}\n"
+        "runs: {dspark_k5: {mode: speculative, k: 5}}\n"
+        "engine: {concurrency: 2}\n"
+    )
+    config = compose_experiment("mine", (), tmp_path)
+    assert config.runs["dspark_k5"].k == 5
+    assert config.runs["dspark_k5"].mode is Mode.speculative
+    assert (config.datasets["gsm8k"].limit, config.engine.concurrency) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine.concurency=8"], "EngineConfig has no field 'concurency'.*'concurrency'"),
+        (["drafter=smollm"], "drafter 'smollm' not found.*smollm2_135m"),
+        (["datasets.gsm9k.limit=2"], "'datasets' has no 'gsm9k'.*did you mean 'gsm8k'"),
+        (["runs.dspark_k9.k=2"], "'runs' has no 'dspark_k9'"),
+        (["engine.precision=fp8"], "Invalid value 'fp8', expected one of"),
+        (["datasets.gsm8k.limit=many"], "limit"),
+        (["runs.baseline.k=2"], "runs.baseline.k is 2"),
+        (["runs.dspark_k3.k=0"], "runs.dspark_k3.k is 0"),
+        (["engine.concurrency=0"], "engine.concurrency is 0"),
+        (["datasets.gsm8k.limit=0"], "datasets.gsm8k.limit is 0"),
+        (["sampling.top_p=0"], "sampling.top_p"),
+        (["sampling.temperature=-1"], "sampling.temperature"),
+        (["runs.dspark_k3.confidence_threshold=2"], "confidence_threshold"),
+        (["sampling.stop=['']"], "sampling.stop holds an empty string"),
+        (["~runs.baseline"], "no run named 'baseline'"),
+        (["engine.threads=0"], "engine.threads is 0"),
+        (["engine.concurrency"], "engine.concurrency"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        composed(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_experiment_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'published'"):
+        composed(experiment="publishd")
+
+
+def test_training_composes_and_refuses_unknown_fields() -> None:
+    assert compose_training(["shape.layers=1"], CONFIG).shape.layers == 1
+    with pytest.raises(UserError, match="DrafterShape has no field 'layer'"):
+        compose_training(["shape.layer=1"], CONFIG)
+
+
+def test_overrides_split_like_a_shell_line() -> None:
+    assert split_overrides("a=1 'b=x y'") == ["a=1", "b=x y"]
+    assert split_overrides(["a=1"]) == ["a=1"]
+    assert split_overrides(None) == []
+
+
+def test_damaged_config_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        from_yaml(JobConfig, tmp_path / "none.yaml")
+    (tmp_path / "odd.yaml").write_text("engine: {speed: 3}\n")
+    with pytest.raises(UserError, match=r"odd.yaml.*'speed'"):
+        from_yaml(JobConfig, tmp_path / "odd.yaml")
+    (tmp_path / "broken.yaml").write_text("engine: [\n")
+    with pytest.raises(UserError, match=r"broken.yaml"):
+        from_yaml(JobConfig, tmp_path / "broken.yaml")
+
+
+def test_no_config_reads_the_clock_or_the_environment() -> None:
+    """A value that changes by itself would run every cell again, every time."""
+    for path in CONFIG.rglob("*.yaml"):
+        assert "${now" not in path.read_text() and "oc.env" not in path.read_text(), path
