@@ -10,7 +10,7 @@ demo: $(VENV)/installed
 	$(BIN)/snakemake --cores $(CORES)
 
 test: $(VENV)/installed lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
+
 from dspark.config import (
     History,
     JobConfig,
@@ -71,6 +73,7 @@ def bench(
     drafter = None
     if any(run.k for run in job_config.runs.values()):
         drafter = load_drafter(loaded[1].path, target)
+        click.echo(f"drafter '{loaded[1].name}': embedding and LM head are the target's", err=True)
     job = Job(
         job_config,
         read_prompts(prompt_file),

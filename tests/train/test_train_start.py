@@ -26,7 +26,8 @@ CONFIG = TrainConfig(shape=DrafterShape(layers=2, taps=2, block_size=4, markov_r
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    path = tiny_models.save_tiny_target(tmp_path_factory.mktemp("start") / "target")
+    path = tmp_path_factory.mktemp("start") / "target"
+    tiny_models.save_tiny_target(path, head_dim=64)  # as many rotary pairs as real models have
     return load_target(path, "cpu", torch.float32)
 
 
@@ -76,7 +77,8 @@ def test_attention_starts_near_the_anchor(
     rope = drafter.rotary_emb(x, slots)
     query = layer.q_norm(layer.q_proj(x).unflatten(-1, (-1, layer.head_dim))).transpose(1, 2)
     query = query * rope[0][:, None] + _rotate(query) * rope[1][:, None]
-    weights = (query[:, :1, 0] * keys[0][0][:, 0]).sum(-1).softmax(-1)[0]
+    scores_first = (query[:, :1, 0] * keys[0][0][:, 0]).sum(-1) * layer.head_dim**-0.5
+    weights = scores_first.softmax(-1)[0]
     assert weights[-3:].sum() > 3 * 3 / length
     drafter.block_hidden(block, slots, watch, None)  # both layers read their own context keys
     assert len(scores) == 2

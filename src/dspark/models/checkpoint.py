@@ -194,6 +194,7 @@ def save_drafter(
         for name, value in drafter.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
+    os.chmod(folder / "model.safetensors.part", 0o644)  # it is written for its owner alone
     os.replace(folder / "model.safetensors.part", folder / "model.safetensors")
     raw = drafter.config.to_dict()
     raw["architectures"] = ["Qwen3DSparkModel"]

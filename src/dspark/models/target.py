@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from dspark.errors import UserError
 
@@ -127,6 +128,7 @@ def load_target(path: str | Path, device: str, dtype: torch.dtype) -> Target:
             f"target '{path}' has no *.safetensors: no other weights are read, save it again with "
             "save_pretrained"
         )
+    logging.disable_progress_bar()  # a bar over the tensors of a local file only clutters the log
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         if config.is_encoder_decoder:

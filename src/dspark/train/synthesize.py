@@ -74,7 +74,7 @@ def synthesize(
         _drop_cut_line(out)
     done = read_conversations(out) if out.exists() else []
     seen = {normalise(item.user) for item in done}
-    capacity = 512 + max_new_tokens
+    capacity = min(512 + max_new_tokens, target.max_positions)
     engine = Engine(target, concurrency=concurrency, capacity=capacity)
     chunk = int(done[-1].id.split("/")[0]) + 1 if done else 0
     barren = 0

@@ -1,0 +1,58 @@
+"""The commands that the README shows, run as a reader would run them (dry where they take long)."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import Checkout
+
+from dspark.models.checkpoint import read_config
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
+COMMANDS = [
+    line.split("  #")[0].strip() for kind, text in BLOCKS if not kind for line in text.splitlines()
+]
+
+
+def run(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    program, *args = shlex.split(command)
+    module = {"snakemake": "snakemake", "dspark": "dspark.cli"}[program]
+    command_line = [sys.executable, "-m", module, *args]
+    return subprocess.run(command_line, cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if re.match(r"snakemake|dspark run", c) and "slurm" not in c]
+)
+def test_a_run_that_is_shown_plans_a_table(fresh: Checkout, command: str) -> None:
+    mine = next(text for kind, text in BLOCKS if kind == "yaml")
+    (fresh.path / "config" / "experiment" / "mine.yaml").write_text(mine)
+    done = run(
+        command.replace("snakemake ", "snakemake -n ") + " --dry-run" * ("dspark" in command),
+        fresh.path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rule table" in done.stdout + done.stderr
+
+
+def test_all_shown_commands_are_known() -> None:
+    """A new kind of command in the README needs a test of its own."""
+    programs = {command.split()[0] for command in COMMANDS}
+    assert programs <= {"make", "snakemake", "dspark", "mlflow"}
+
+
+def test_training_a_drafter_from_the_command_line(fresh: Checkout, tiny_pair: Path) -> None:
+    shown = next(c for c in COMMANDS if c.startswith("dspark train"))
+    small = "prompts=24 max_new_tokens=24 held_out=4 batch=4 anchors=4 shape.layers=1 shape.taps=2"
+    done = run(
+        f"{shown} {small}".replace("/models/my-model", str(tiny_pair / "target")), fresh.path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "accept by position" in done.stdout
+    assert read_config(fresh.path / "results" / "drafters" / "mine").block_size == 7
