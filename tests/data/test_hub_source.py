@@ -61,9 +61,9 @@ ROWS = [{"q": "one?", "n": 1}, {"q": "two?", "n": None}]
     [
         ("d.jsonl", jsonl(*ROWS)),
         ("d.jsonl", jsonl(*ROWS).replace(b"\n", b"\n\n")),
-        ("deep/d.jsonl.gz", gzip.compress(jsonl(*ROWS))),
+        ("deep/d.jsonl.gz", gzip.compress(jsonl(*ROWS), mtime=0)),
         ("d.json", json.dumps(ROWS, indent=1).encode()),
-        ("D.JSON.GZ", gzip.compress(json.dumps(ROWS).encode())),
+        ("D.JSON.GZ", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
         ("main/d-00000-of-00001.parquet", parquet(*ROWS)),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_row_that_makes_no_prompt_is_named(
         ("d.json", b'{"q": "x"}', r"d\.json of o/n: the file is an object, not a list of rows"),
         ("d.json", b"[1]", r"d\.json of o/n, row 0: the row is a number, not an object"),
         ("d.jsonl.gz", b"plain", r"d\.jsonl\.gz of o/n: the file can't be read \(Not a gzipped"),
-        ("d.jsonl.gz", gzip.compress(b"x" * 99)[:-9], "the file can't be read"),
+        ("d.jsonl.gz", gzip.compress(b"x" * 99, mtime=0)[:-9], "the file can't be read"),
         ("d.parquet", b"plain", r"d\.parquet of o/n: not a readable parquet file"),
         ("d.jsonl", b"", r"'set' has no prompts: d\.jsonl has no rows"),
     ],
