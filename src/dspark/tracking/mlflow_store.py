@@ -87,6 +87,9 @@ def _connect(uri: str) -> MlflowClient:
     import mlflow.store.db.utils
     from mlflow import MlflowClient
 
+    # The setting above is read when mlflow is first imported, which a caller may have done before.
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
+
     # a database that is down or no database is retried for 100 s, which no setting shortens
     mlflow.store.db.utils.MAX_RETRY_COUNT = _DATABASE_RETRIES
     database = _sqlite_file(uri)
