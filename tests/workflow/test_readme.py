@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from checkout import Checkout
 
+from dspark.metrics.identities import check_rows
 from dspark.models.checkpoint import read_config
+from dspark.report.table import parse_table
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
@@ -56,3 +58,10 @@ def test_training_a_drafter_from_the_command_line(fresh: Checkout, tiny_pair: Pa
     assert done.returncode == 0, done.stderr
     assert "accept by position" in done.stdout
     assert read_config(fresh.path / "results" / "drafters" / "mine").block_size == 7
+
+
+def test_the_table_that_is_shown_passes_the_identities() -> None:
+    shown = README.split("<!-- table:begin -->\n")[1].split("<!-- table:end -->")[0]
+    rows = parse_table(shown)
+    check_rows(rows)
+    assert len(rows) == 18
