@@ -23,7 +23,7 @@ from dspark.config import (
     from_yaml,
 )
 from dspark.errors import UserError
-from dspark.metrics.files import write_text
+from dspark.files import write_text
 
 
 def prepare(config: Path, store: Path, out: Path) -> None:

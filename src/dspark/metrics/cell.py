@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from dspark.errors import UserError
-from dspark.metrics.files import write_text
+from dspark.files import write_text
 
 # The run that every speedup is relative to.
 BASELINE = "baseline"

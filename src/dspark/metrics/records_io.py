@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from dspark.decode.records import RequestRecord
 from dspark.errors import UserError
-from dspark.metrics.files import written_aside
+from dspark.files import written_aside
 
 # The columns are the fields of RequestRecord, in its order. Times are seconds of a monotonic clock.
 SCHEMA = pa.schema(

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from dspark.errors import UserError
+from dspark.files import write_text
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 
@@ -199,6 +200,4 @@ def save_drafter(
     raw = drafter.config.to_dict()
     raw["architectures"] = ["Qwen3DSparkModel"]
     raw["dtype"] = str(dtype).removeprefix("torch.")
-    part = folder / "config.json.part"
-    part.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
-    os.replace(part, folder / "config.json")
+    write_text(folder / "config.json", json.dumps(raw, indent=2, sort_keys=True) + "\n")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from dspark.config import DrafterConfig, ModelSource, TargetConfig
 from dspark.errors import UserError, nearest
+from dspark.files import write_text
 
 # What is fetched from a hub repo: no pickles, no code.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
@@ -52,9 +52,7 @@ class PreparedModel:
         return model
 
     def write(self, path: str | Path) -> None:
-        part = Path(f"{path}.part")
-        part.write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
-        os.replace(part, path)
+        write_text(Path(path), json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
 
 def prepare_target(config: TargetConfig, store: Path) -> PreparedModel:

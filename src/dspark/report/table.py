@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark.errors import UserError
+from dspark.files import write_text
 from dspark.metrics.cell import BASELINE, CellSummary, read_summary
-from dspark.metrics.files import write_text
 from dspark.metrics.identities import check_rows, check_summaries
 from dspark.metrics.rows import (
     LENGTH_DIGITS,

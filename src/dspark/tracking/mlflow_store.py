@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from dspark.config import TrackingConfig
 from dspark.errors import UserError
-from dspark.metrics.files import write_text
+from dspark.files import write_text
 from dspark.tracking.execution import Cell, Execution, read_execution
 
 if TYPE_CHECKING:
