@@ -33,6 +33,7 @@ class ModelSource(Enum):
     hub = "hub"  # a Hugging Face repo at a pinned revision
     local = "local"  # a directory on this machine
     embedded = "embedded"  # ships with the project or with a package that it pins
+    train = "train"  # drafters alone: trained for the target by the same DAG
 
 
 class PromptSource(Enum):
@@ -55,6 +56,13 @@ class Mode(Enum):
 
     baseline = "baseline"  # one token a step
     speculative = "speculative"  # draft k, verify in one target pass, accept, bonus token
+
+
+class LearningRate(Enum):
+    """What follows the warm-up."""
+
+    cosine = "cosine"  # down to 0
+    constant = "constant"
 
 
 class Device(Enum):
@@ -83,6 +91,63 @@ class TargetConfig:
     path: str | None = None  # local: a Hugging Face model directory
 
 
+class ConfidenceLabel(Enum):
+    """What the confidence head learns to predict."""
+
+    survival = "survival"  # 1 - TV: acceptance when tokens are sampled at temperature 1 (the paper)
+    agreement = "agreement"  # whether the likeliest draft token is the target's: greedy acceptance
+
+
+@dataclass
+class DrafterShape:
+    """The network of a drafter that is trained from nothing. Width and heads are the target's."""
+
+    layers: int = 2
+    target_layer_ids: list[int] = field(default_factory=list)  # empty: spread evenly
+    taps: int = 4  # how many layers are spread when target_layer_ids is empty
+    block_size: int = 7
+    draft_vocab_size: int = 0  # the most frequent tokens of the training text; 0: all tokens
+    markov_rank: int = 32
+    markov_head_type: str = "vanilla"
+    confidence_head_with_markov: bool = True
+    mask_token_id: int = 3
+
+
+@dataclass
+class TrainConfig:
+    """How a drafter is made: `dspark train`. Loss weights and decay are the paper's (section 4)."""
+
+    shape: DrafterShape = field(default_factory=DrafterShape)
+    device: Device = Device.auto
+    # synthesise
+    prompts: int = 6000  # conversations
+    prompt_files: list[str] = field(default_factory=list)  # your own prompts.jsonl, answered too
+    max_new_tokens: int = 128
+    # cache
+    precision: Precision = Precision.bfloat16  # of the target's forward and of the cached states
+    shard_tokens: int = 32768
+    cache_gb: float = 64.0  # what the states may take on disk; conversations beyond are left out
+    # fit
+    held_out: int = 64  # conversations for validation
+    calibration: int = 64  # conversations for calibration, not seen in training either
+    epochs: float = 1.0
+    batch: int = 8  # conversations a device and forward pass
+    accumulate: int = 1  # passes a step
+    anchors: int = 24  # blocks drawn from each conversation
+    lr: float = 6e-4
+    schedule: LearningRate = LearningRate.cosine
+    warmup: float = 0.04  # share of all steps
+    grad_clip: float = 1.0
+    weight_ce: float = 0.1
+    weight_l1: float = 0.9
+    weight_confidence: float = 1.0
+    confidence_label: ConfidenceLabel = ConfidenceLabel.survival
+    decay: float = 4.0  # position t of a block weighs exp(-t / decay)
+    validate_every: int = 200  # steps; a checkpoint to resume from is written as often
+    patience: int = 0  # stop after so many validations without a longer accept length; 0: never
+    seed: int = 0
+
+
 @dataclass
 class DrafterConfig:
     """The DSpark checkpoint that drafts for the target."""
@@ -92,6 +157,7 @@ class DrafterConfig:
     repo: str | None = None
     revision: str | None = None
     path: str | None = None
+    train: TrainConfig | None = None  # source train: how it is made
 
 
 @dataclass
@@ -121,6 +187,7 @@ class RunConfig:
     mode: Mode = Mode.baseline
     k: int = 0  # draft tokens a step; 1..block_size when speculative, 0 for baseline
     confidence_threshold: float = 0.0  # verify only up to the first less confident draft token
+    schedule: bool = False  # verify as many draft tokens as pay on this device (Algorithm 1)
 
 
 @dataclass
@@ -171,7 +238,7 @@ class ExperimentConfig:
 
 @dataclass
 class ModelsConfig:
-    """What the preparing of target and drafter depends on."""
+    """A target and its drafter: what preparing them, and training the drafter, depends on."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
@@ -188,49 +255,8 @@ class JobConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
-@dataclass
-class DrafterShape:
-    """The network of a drafter that is trained from nothing. Width and heads are the target's."""
-
-    layers: int = 2
-    target_layer_ids: list[int] = field(default_factory=list)  # empty: spread evenly
-    taps: int = 4  # how many layers are spread when target_layer_ids is empty
-    block_size: int = 7
-    markov_rank: int = 32
-    markov_head_type: str = "vanilla"
-    confidence_head_with_markov: bool = True
-    mask_token_id: int = 3
-
-
-@dataclass
-class TrainConfig:
-    """How a drafter is made: `dspark train`. Loss weights and decay are the paper's (section 4)."""
-
-    target: TargetConfig = field(default_factory=TargetConfig)
-    shape: DrafterShape = field(default_factory=DrafterShape)
-    prompts: int = 6000  # synthesised conversations
-    max_new_tokens: int = 128
-    held_out: int = 64  # of them, for validation
-    epochs: float = 1.0
-    batch: int = 8  # conversations a step
-    anchors: int = 24  # blocks drawn from each conversation
-    lr: float = 6e-4
-    warmup: float = 0.04  # share of all steps
-    grad_clip: float = 1.0
-    weight_ce: float = 0.1
-    weight_l1: float = 0.9
-    weight_confidence: float = 1.0
-    decay: float = 4.0  # position t of a block weighs exp(-t / decay)
-    candidates: int = 0  # tokens that a step's losses are computed over; 0: the whole vocabulary
-    validate_every: int = 100  # steps
-    seed: int = 0
-    precision: Precision = (
-        Precision.bfloat16
-    )  # of the target's forward; the drafter trains in float32
-
-
 ConfigStore.instance().store(name="schema", node=ExperimentConfig)
-ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+ConfigStore.instance().store(name="models_schema", node=ModelsConfig)
 
 
 def split_overrides(overrides: str | Iterable[str] | None) -> list[str]:
@@ -272,13 +298,14 @@ def compose_experiment(
 
 def compose_training(
     overrides: Sequence[str] = (), config_dir: str | Path = "config"
-) -> TrainConfig:
-    """Compose config/train.yaml with the user's overrides.
+) -> ModelsConfig:
+    """Compose config/training.yaml with the user's overrides: a target and how its drafter is made.
 
     Raises:
         UserError: an unknown group or field, or a value that does not fit.
     """
-    config: TrainConfig = _compose(_config_root(config_dir), "train", overrides, "training")
+    config: ModelsConfig = _compose(_config_root(config_dir), "training", overrides, "training")
+    _validate_drafter(config.drafter)
     return config
 
 
@@ -350,10 +377,22 @@ def _validate(config: ExperimentConfig) -> None:
             raise UserError(f"runs.{name}.k is {run.k}: a baseline run drafts nothing, set k to 0")
         if not 0 <= run.confidence_threshold <= 1:
             raise UserError(f"runs.{name}.confidence_threshold must lie in [0, 1]")
+        if run.schedule and run.confidence_threshold > 0:
+            raise UserError(
+                f"runs.{name} has both schedule and confidence_threshold: the schedule decides "
+                "alone, set one of them"
+            )
+        train = config.drafter.train
+        if train is not None and run.k > train.shape.block_size:
+            raise UserError(
+                f"runs.{name}.k is {run.k}, and drafter.train.shape.block_size is "
+                f"{train.shape.block_size}: a draft is at most one block, change either"
+            )
     for name, dataset in config.datasets.items():
         _positive(f"datasets.{name}.max_new_tokens", dataset.max_new_tokens)
         if dataset.limit is not None:
             _positive(f"datasets.{name}.limit", dataset.limit)
+    _validate_drafter(config.drafter)
     _positive("engine.concurrency", config.engine.concurrency)
     _positive("engine.interleave", config.engine.interleave)
     if config.engine.threads is not None:
@@ -366,9 +405,35 @@ def _validate(config: ExperimentConfig) -> None:
         raise UserError("sampling.top_p must lie in (0, 1]; 1 keeps the whole distribution")
 
 
+def _validate_drafter(drafter: DrafterConfig) -> None:
+    if drafter.source is not ModelSource.train:
+        return
+    if drafter.train is None:
+        raise UserError(
+            f"drafter '{drafter.name}' has source 'train' but no train settings: add "
+            "'/train@train: default' to its defaults"
+        )
+    train = drafter.train
+    for name in ("prompts", "max_new_tokens", "shard_tokens", "held_out", "calibration", "batch"):
+        _positive(f"drafter.train.{name}", getattr(train, name))
+    for name in ("accumulate", "anchors", "validate_every"):
+        _positive(f"drafter.train.{name}", getattr(train, name))
+    _positive("drafter.train.shape.block_size", train.shape.block_size)
+    if train.prompts <= train.held_out + train.calibration:
+        raise UserError(
+            f"drafter.train.prompts is {train.prompts}: held_out ({train.held_out}) and calibration "
+            f"({train.calibration}) leave nothing to train on"
+        )
+
+
 def _positive(name: str, value: int) -> None:
     if value < 1:
         raise UserError(f"{name} is {value}: it must be at least 1")
+
+
+def training_name(config: ModelsConfig) -> str:
+    """Name of the folder that a training goes to: the same settings share it, others don't."""
+    return f"{config.drafter.name}-{digest(config)[:8]}"
 
 
 def models_config(config: ExperimentConfig) -> ModelsConfig:

@@ -1,13 +1,15 @@
 """The stages of the DAG, one function each: files in, files out. The command line calls these.
 
-prepare -> prompts -> bench -> summarise -> table -> track. Nothing here knows of Snakemake; each
-stage runs alone on the files that the one before it left.
+train -> prepare -> prompts -> bench -> summarise -> table -> track; a drafter that exists already is
+not trained. Nothing here knows of Snakemake; each stage runs alone on the files that the one before
+it left.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,25 @@ from dspark.config import (
     JobConfig,
     ModelsConfig,
     TrackingConfig,
-    TrainConfig,
     digest,
     from_yaml,
+    to_yaml,
 )
 from dspark.errors import UserError
 from dspark.files import write_text
 
 
-def prepare(config: Path, store: Path, out: Path) -> None:
-    """Make target and drafter available; writes `out`/target.json and `out`/drafter.json."""
+def prepare(config: Path, store: Path, out: Path, trained: Path | None = None) -> None:
+    """Make target and drafter available; writes `out`/target.json and `out`/drafter.json.
+
+    `trained` is the checkpoint of a drafter whose source is train.
+    """
     from dspark.models.prepare import prepare_drafter, prepare_target
 
     models: ModelsConfig = from_yaml(ModelsConfig, config)
     out.mkdir(parents=True, exist_ok=True)
     prepare_target(models.target, store).write(out / "target.json")
-    prepare_drafter(models.drafter, store).write(out / "drafter.json")
+    prepare_drafter(models.drafter, store, trained).write(out / "drafter.json")
 
 
 def prompts(config: Path, out: Path) -> None:
@@ -46,10 +51,16 @@ def prompts(config: Path, out: Path) -> None:
 
 
 def bench(
-    config: Path, prompt_file: Path, models: Path, out: Path, threads: int | None = None
+    config: Path,
+    prompt_file: Path,
+    models: Path,
+    out: Path,
+    profiles: Path,
+    threads: int | None = None,
 ) -> None:
     """Run one dataset's job; writes requests.parquet, lossless.json and environment.json to `out`.
 
+    `profiles` keeps the step curves of this machine, for runs that schedule their verification.
     Finished requests are journalled in `out` while the job runs, under a name that holds the digest
     of everything that decides the numbers: a killed job goes on, a changed one starts anew.
     """
@@ -59,6 +70,7 @@ def bench(
     from dspark.data.prompts import read_prompts
     from dspark.decode.bench import Job, run_job
     from dspark.decode.environment import describe, resolve_device, set_threads
+    from dspark.decode.profile import step_curve
     from dspark.metrics.records_io import write_records
     from dspark.models.checkpoint import load_drafter
     from dspark.models.prepare import PreparedModel
@@ -74,18 +86,34 @@ def bench(
     if any(run.k for run in job_config.runs.values()):
         drafter = load_drafter(loaded[1].path, target)
         click.echo(f"drafter '{loaded[1].name}': embedding and LM head are the target's", err=True)
-    job = Job(
-        job_config,
-        read_prompts(prompt_file),
-        warmup_prompts(),
-        target,
-        drafter,
-        load_tokenizer(loaded[0].path),
-    )
+    for model in (target, drafter):
+        if model is not None:
+            model.pack()
+    tokenizer, warmup = load_tokenizer(loaded[0].path), warmup_prompts()
+    environment = describe(device, digest(job_config))
+    curves = {}
+    for name, run in job_config.runs.items():
+        if run.schedule and drafter is not None:
+            facts = ("device", "threads", "torch", "transformers", "dspark")
+            identity = {
+                **{fact: environment[fact] for fact in facts},
+                "target": loaded[0].files,
+                "drafter": loaded[1].files,
+                "precision": job_config.engine.precision.value,
+            }
+            text = [
+                token
+                for p in warmup
+                for token in tokenizer.encode_turn(p.turns[:1], [], job_config.dataset.chat)
+            ]
+            curves[name] = step_curve(
+                profiles, identity, target, drafter, run.k, job_config.engine.concurrency, text
+            )
+    environment["step_curves"] = {name: asdict(curve) for name, curve in curves.items()}
+    job = Job(job_config, read_prompts(prompt_file), warmup, target, drafter, tokenizer, curves)
     out.mkdir(parents=True, exist_ok=True)
     inputs = [config, prompt_file, models / "target.json", models / "drafter.json"]
     journal = out / f"journal-{_digest_files(inputs)}.jsonl"
-    environment = describe(device, digest(job_config))
     records = run_job(job, journal)
     verdicts = _lossless(job, records)
     write_text(out / "environment.json", json.dumps(environment, indent=2, sort_keys=True) + "\n")
@@ -163,6 +191,7 @@ def summarise(folder: Path, models: Path) -> None:
         "drafter_sha256": drafter.files.get("model.safetensors"),
         "versions": {name: environment[name] for name in ("dspark", "torch", "transformers")},
         "prompts_sha256": prompts_digest(asked),
+        "step_curves": environment["step_curves"],
     }
     cells = summarise_job(
         read_records(folder / "requests.parquet"),
@@ -192,35 +221,36 @@ def table(summaries: list[Path], out: Path) -> str:
     return write_table(summaries, out)
 
 
-def track(results: Path, summaries: list[Path], tracking: TrackingConfig, out: Path) -> None:
-    """Mirror the cells into MLflow; writes the run ids to `out`."""
+def track(
+    results: Path,
+    summaries: list[Path],
+    tracking: TrackingConfig,
+    out: Path,
+    training: Path | None = None,
+) -> None:
+    """Mirror the cells, and the training in folder `training`, into MLflow; writes run ids to `out`."""
     from dspark.tracking.mlflow_store import track as mirror
 
-    mirror(results, tracking, out, summaries)
+    mirror(results, tracking, out, summaries, training)
 
 
-def train(config: TrainConfig, data: Path, store: Path, out: Path) -> list[float]:
-    """Make a drafter: synthesise conversations into `data`, train on them, write it to `out`."""
-    import torch
+def train(config: ModelsConfig, store: Path, out: Path, stage: str | None = None) -> None:
+    """Make a drafter for a target in `out`: one stage of its chain, or all of them.
 
-    from dspark.decode.environment import set_threads
-    from dspark.models.prepare import prepare_target
+    Writes `out`/config.yaml too, which says how the drafter was made, unless it says so already.
+    """
+    from dspark.train.chain import run_chain
+
+    run_chain(config, store, out, stage)
+    text, path = to_yaml(config), out / "config.yaml"
+    if not path.is_file() or path.read_text() != text:
+        write_text(path, text)
+
+
+def convert(drafter: Path, out: Path, to: str, target: Path, verifier: str | None = None) -> None:
+    """Write the checkpoint `drafter`, made for `target`, to `out` in the other format."""
+    from dspark.models.checkpoint import convert as convert_checkpoint
     from dspark.models.target import load_target
-    from dspark.models.tokenizer import load_tokenizer
-    from dspark.train.synthesize import read_conversations, synthesize
-    from dspark.train.trainer import train as train_drafter
 
-    set_threads(None)
-    prepared = prepare_target(config.target, store)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_target(prepared.path, device, getattr(torch, config.precision.value))
-    synthesize(
-        target,
-        load_tokenizer(prepared.path),
-        data,
-        prompts=config.prompts,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-    )
-    conversations = read_conversations(data)[: config.prompts]
-    return train_drafter(target, conversations, config, out)
+    as_stored: Any = "auto"  # transformers takes it for a dtype; what is copied keeps its bytes
+    convert_checkpoint(drafter, out, to, load_target(target, "cpu", as_stored), verifier)

@@ -134,7 +134,7 @@ def test_a_write_makes_folders_and_a_readable_file(tmp_path: Path) -> None:
 
 def test_a_write_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    with pytest.raises(UserError, match=r"can't write .*taken/p\.jsonl"):
+    with pytest.raises(UserError, match=r"cannot write .*taken/p\.jsonl"):
         write_prompts(tmp_path / "taken" / "p.jsonl", [Prompt("x", ["y"])])
 
 

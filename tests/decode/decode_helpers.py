@@ -15,6 +15,7 @@ from dspark.config import DrafterShape
 from dspark.decode.draft import Draft
 from dspark.decode.engine import Engine, Request, Row
 from dspark.decode.sampling import Sampling, one_hot
+from dspark.models.attention import NAME
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 from dspark.train.start import new_drafter
@@ -32,6 +33,8 @@ def make_target(
     target = Target(FAMILIES[family][1](config))
     with torch.no_grad():
         target.model.get_input_embeddings().weight.mul_(embed)
+    target.model.set_attn_implementation(NAME)  # as a loaded one attends
+    target.packs = True
     return target
 
 

@@ -28,6 +28,7 @@ from dspark.data.prompts import Prompt
 from dspark.decode.bench import Job, read_journal, run_job, top_two_margin
 from dspark.decode.engine import Engine, Request, Row
 from dspark.decode.records import RequestRecord
+from dspark.decode.schedule import fit_curve
 from dspark.errors import UserError
 from dspark.metrics.identities import check_records
 from dspark.models.checkpoint import load_drafter
@@ -140,6 +141,22 @@ def test_every_arm_gives_the_baselines_text(models: Models, tmp_path: Path) -> N
     assert sum(sum(r.step_accepted) for r in speculative) > 0
     assert all(set(r.step_drafted) <= {RUNS[r.run].k} for r in records)
     assert {v for r in records if r.run == "k2_sure" for v in r.step_verified} > {0}
+
+
+def test_each_arm_schedules_by_its_own_curve_alone(models: Models, tmp_path: Path) -> None:
+    scheduled = RunConfig(Mode.speculative, 3, schedule=True)
+    runs = {"baseline": RunConfig(), "k3": RUNS["k3"], "cheap": scheduled, "dear": scheduled}
+    curves = {"cheap": fit_curve([1], [1.0]), "dear": fit_curve([1, 2], [1.0, 50.0])}
+    config = job_config(runs, new=12, ignore_eos=True)
+    target, drafter, tokenizer = models
+    job = Job(config, prompts(4), WARMUP, target, drafter, tokenizer, curves)
+    records = run_job(job, tmp_path / "j.jsonl")
+    check_records(records)
+    texts = [[r.output_token_ids for r in records if r.run == run] for run in runs]
+    assert texts[1:] == texts[:1] * 3
+    verified = {run: {n for r in records if r.run == run for n in r.step_verified} for run in runs}
+    assert verified == {"baseline": {0}, "k3": {3}, "cheap": {3}, "dear": {0}}
+    assert {n for r in records if r.run == "dear" for n in r.step_drafted} == {3}
 
 
 def test_arms_take_turns_block_by_block_and_the_first_one_rotates(

@@ -279,8 +279,117 @@ def test_a_stored_shared_tensor_must_have_the_targets_shape(
 
 
 def test_an_unknown_tensor_is_named(checkpoint: Path, target: Target) -> None:
-    edit_tensors(checkpoint, add={"d2t": torch.ones(3)})
-    assert "tensor d2t is not one of a DSpark drafter's" in refused(checkpoint, target)
+    edit_tensors(checkpoint, add={"mtp.0.weight": torch.ones(3)})
+    assert "tensor mtp.0.weight is not one of a DSpark drafter's" in refused(checkpoint, target)
+
+
+def test_a_stored_mapping_of_a_whole_vocabulary_must_leave_tokens_where_they_are(
+    checkpoint: Path, target: Target
+) -> None:
+    plain = load_drafter(checkpoint, target)
+    edit_tensors(checkpoint, add={"d2t": torch.zeros(300, dtype=torch.long)})
+    again = load_drafter(checkpoint, target)
+    assert again.d2t is None and same_weights(plain, again)
+    edit_tensors(checkpoint, add={"d2t": torch.ones(300, dtype=torch.long)})
+    assert "d2t moves tokens though draft_vocab_size is the whole" in refused(checkpoint, target)
+    edit_tensors(checkpoint, add={"d2t": torch.zeros(40, dtype=torch.long)})
+    assert "tensor d2t is [40], expected [300]" in refused(checkpoint, target)
+
+
+@pytest.fixture
+def reduced(checkpoint: Path, edit_config: EditConfig) -> Path:
+    """A checkpoint that drafts every third token of the first 120 alone."""
+    weight = load_file(checkpoint / WEIGHTS)["markov_head.markov_w2.weight"]
+    offsets = 2 * torch.arange(40)
+    edit_config(checkpoint, draft_vocab_size=40)
+    edit_tensors(checkpoint, add={"markov_head.markov_w2.weight": weight[:40], "d2t": offsets})
+    return checkpoint
+
+
+def test_a_reduced_vocabulary_takes_the_targets_rows(
+    reduced: Path, target: Target, tmp_path: Path
+) -> None:
+    drafter = load_drafter(reduced, target)
+    assert drafter.draft_ids.tolist() == list(range(0, 120, 3))
+    states = torch.randn(2, target.hidden_size)
+    torch.testing.assert_close(drafter.lm_head(states), target.logits(states)[:, 0:120:3])
+    assert drafter.markov_head.markov_w1.weight.shape[0] == target.vocab_size
+
+    save_drafter(drafter, tmp_path / "again")
+    assert same_weights(drafter, load_drafter(tmp_path / "again", target))
+    assert read_config(tmp_path / "again").draft_vocab_size == 40
+
+
+@pytest.mark.parametrize("rows", [40, 300])
+def test_a_stored_lm_head_of_a_reduced_vocabulary_gives_way_to_the_targets(
+    reduced: Path, target: Target, rows: int
+) -> None:
+    edit_tensors(reduced, add={"lm_head.weight": torch.ones(rows, 48)})
+    states = torch.randn(2, target.hidden_size)
+    logits = load_drafter(reduced, target).lm_head(states)
+    torch.testing.assert_close(logits, target.logits(states)[:, 0:120:3])
+    edit_tensors(reduced, add={"lm_head.weight": torch.ones(41, 48)})
+    assert "lm_head.weight is [41, 48], expected [40, 48] or [300, 48]" in refused(reduced, target)
+
+
+@pytest.mark.parametrize("size", [300, None])
+def test_a_draft_vocabulary_of_all_tokens_is_none(
+    checkpoint: Path, target: Target, size: int | None
+) -> None:
+    fields = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(fields | {"draft_vocab_size": size}))
+    assert "draft_vocab_size" not in read_config(checkpoint).to_dict()
+    drafter = load_drafter(checkpoint, target)
+    assert drafter.d2t is None and drafter.markov_head.markov_w2.weight.shape[0] == 300
+
+
+@pytest.mark.parametrize("size", [0, -1, 301, "40", True, 40.0])
+def test_a_senseless_draft_vocabulary_is_refused(
+    checkpoint: Path, target: Target, edit_config: EditConfig, size: Any
+) -> None:
+    edit_config(checkpoint, draft_vocab_size=size)
+    message = refused(checkpoint, target)
+    assert f"draft_vocab_size is {size!r}, expected a whole number in 1..300" in message
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        pytest.param([0, 0, -1], id="falling"),
+        pytest.param([0, 0, 298], id="beyond"),
+        pytest.param([-1, 0, 0], id="negative"),
+        pytest.param([0, -1, 0], id="twice"),
+    ],
+)
+def test_draft_tokens_must_be_ascending_tokens_of_the_target(
+    checkpoint: Path, target: Target, edit_config: EditConfig, offsets: list[int]
+) -> None:
+    weight = load_file(checkpoint / WEIGHTS)["markov_head.markov_w2.weight"][:3]
+    edit_config(checkpoint, draft_vocab_size=3)
+    edit_tensors(checkpoint, add={"markov_head.markov_w2.weight": weight})
+    assert "tensor d2t [3] is missing" in refused(checkpoint, target)
+    edit_tensors(checkpoint, add={"d2t": torch.tensor(offsets)})
+    assert "d2t does not give ascending ids below the target's" in refused(checkpoint, target)
+
+
+def test_a_tensor_of_the_wrong_kind_of_number_is_refused(reduced: Path, target: Target) -> None:
+    offsets = load_file(reduced / WEIGHTS)["d2t"]
+    edit_tensors(reduced, add={"d2t": offsets.float()})
+    assert "tensor d2t is float32, expected whole numbers" in refused(reduced, target)
+    int8 = torch.ones(48, dtype=torch.int8)
+    edit_tensors(reduced, add={"d2t": offsets, "norm.weight": int8})
+    assert "tensor norm.weight is int8, expected unquantised weights" in refused(reduced, target)
+
+
+def test_what_the_decoder_does_not_have_is_refused_by_name(
+    checkpoint: Path, target: Target, edit_config: EditConfig
+) -> None:
+    edit_config(checkpoint, sample_from_anchor=False)
+    assert "sample_from_anchor is False" in refused(checkpoint, target)
+    edit_config(checkpoint, sample_from_anchor=True)
+    load_drafter(checkpoint, target)
+    edit_config(checkpoint, layer_types=["sliding_attention"], sliding_window=8)
+    assert "layer_types has sliding_attention" in refused(checkpoint, target)
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.0001, 0.5, 0.999])

@@ -124,16 +124,6 @@ def test_only_the_rnn_head_remembers_earlier_tokens(
     assert moved == {"vanilla": False, "gated": False, "rnn": True}
 
 
-@pytest.mark.parametrize("kind", list(MARKOV_HEADS))
-def test_bias_of_some_tokens_is_a_slice_of_the_whole(
-    kind: str, states: torch.Tensor, previous: torch.Tensor
-) -> None:
-    head = make_head(kind)
-    latents = head.block_latents(states, previous)
-    tokens = torch.tensor([7, 0, 19])
-    torch.testing.assert_close(head.bias(latents, tokens), head.bias(latents)[..., tokens])
-
-
 @pytest.mark.parametrize("with_markov", [True, False])
 def test_confidence_reads_the_markov_feature_only_when_it_is_told_to(with_markov: bool) -> None:
     torch.manual_seed(0)

@@ -165,7 +165,7 @@ def test_no_tap_leaves_a_hook_behind(target: Target) -> None:
 def test_softcap_bounds_the_logits(path_of: Callable[[str], Path]) -> None:
     target = load_target(path_of("gemma3 with tied embeddings and softcap"), "cpu", torch.float32)
     logits = target.logits(100 * torch.randn(5, target.hidden_size))
-    assert target.softcap == 3.0
+    assert target.head.softcap == 3.0
     assert 2.9 < logits.abs().max() <= 3.0
 
 
@@ -215,7 +215,7 @@ def test_logits_of_some_tokens_are_a_slice_of_the_whole(tmp_path: Path, scale: f
     target = load_target(save_model(config, tmp_path), "cpu", torch.float32)
     states, tokens = torch.randn(2, 3, target.hidden_size), torch.tensor([49, 0, 7])
     sliced = target.logits(states)[..., tokens]
-    torch.testing.assert_close(target.logits(states, tokens), sliced)
+    torch.testing.assert_close(target.head.rows(tokens)(states), sliced)
 
 
 def refused(path: Path) -> str:

@@ -42,6 +42,7 @@ def make_cell(dataset: str, run: str, tok_s: float, k: int = 0, **changes: Any) 
         mode="speculative" if k else "baseline",
         k=k,
         confidence_threshold=0.0,
+        schedule=False,
         concurrency=4,
         precision="float32",
         requests=100,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark.errors import UserError
+from dspark.files import write_text
 
 SHAPE = 'a line is {"id": "...", "turns": ["...", ...]}'
 
@@ -55,21 +54,10 @@ def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
     """Write a prompts.jsonl whole: a reader sees the old file or the new one, never a part.
 
     Raises:
-        UserError: the file can't be written.
+        UserError: the file cannot be written.
     """
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8", newline="\n") as file:
-            for prompt in prompts:
-                file.write(json.dumps(asdict(prompt), ensure_ascii=False) + "\n")
-        os.replace(aside, path)
-    except OSError as error:
-        raise UserError(f"can't write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):  # gone after a rename; out of reach when the folder is no folder
-            aside.unlink()
+    lines = [json.dumps(asdict(prompt), ensure_ascii=False) + "\n" for prompt in prompts]
+    write_text(path, "".join(lines))
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -26,6 +26,7 @@ from dspark.decode.engine import Engine, Request, Row
 from dspark.decode.loop import closed_loop
 from dspark.decode.records import RequestRecord
 from dspark.decode.sampling import Sampling
+from dspark.decode.schedule import StepCurve
 from dspark.errors import UserError
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
@@ -36,6 +37,9 @@ TEMPLATE_SLACK = 16  # tokens that a template may add around each earlier answer
 
 class Job:
     """A dataset's prompts, models and settings, ready to run.
+
+    Args:
+        curves: the step curve of each run that schedules its verification.
 
     Raises:
         UserError: a prompt does not fit the target's context; k does not fit the drafter.
@@ -49,6 +53,7 @@ class Job:
         target: Target,
         drafter: DSparkDrafter | None,
         tokenizer: ChatTokenizer,
+        curves: Mapping[str, StepCurve] | None = None,
     ) -> None:
         self.config, self.prompts, self.tokenizer = config, list(prompts), tokenizer
         self.warmup = list(warmup)[: config.engine.warmup]
@@ -64,6 +69,7 @@ class Job:
                 concurrency=config.engine.concurrency,
                 capacity=capacity,
                 confidence_threshold=run.confidence_threshold,
+                curve=(curves or {}).get(name),
                 detokenize=tokenizer.decode,
             )
             for name, run in config.runs.items()

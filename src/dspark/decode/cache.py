@@ -27,13 +27,22 @@ class SlotCache:
         self._positions = torch.empty(0, 0, dtype=torch.long)
         self._length = 0
 
-    def select(self, rows: slice, positions: Tensor, length: int) -> None:
-        """Aim at slots `rows` for tokens at `positions` [R, T]; reads cover positions < `length`."""
+    def select(
+        self, rows: slice, positions: Tensor, length: int, owners: Tensor | None = None
+    ) -> None:
+        """Aim at slots `rows` for tokens at `positions` [R, T]; reads cover positions < `length`.
+
+        Args:
+            owners: of a packed pass, whose positions are [1, B]: the row of each token [B].
+        """
         self._rows, self._positions, self._length = rows, positions, length
-        self._index = torch.arange(rows.start, rows.stop, device=positions.device)[:, None]
+        if owners is None:
+            self._index = torch.arange(rows.start, rows.stop, device=positions.device)[:, None]
+        else:
+            self._index = (rows.start + owners)[None]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store K and V [R, G, T, h] of one layer at the selected rows and positions."""
+        """Store K and V [R, G, T, h] (packed: [1, G, B, h]) of one layer where `select` aims."""
         if self.keys[layer] is None:
             shape = (self.slots, key.shape[1], self.capacity)
             self.keys[layer] = key.new_zeros(*shape, key.shape[-1])

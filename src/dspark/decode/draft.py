@@ -20,19 +20,26 @@ class Draft:
     tokens: Tensor  # [R, k]
     probs: Tensor | None  # [R, k, V] float32, what each token was drawn from; None when all greedy
     confidence: Tensor  # [R, k] float32 logits
-    logits: Tensor  # [R, k, V], Markov-corrected
+    logits: Tensor  # [R, k, Vd], Markov-corrected
     hidden: Tensor  # [R, B, D], after the final norm
 
 
 def write_context(
-    drafter: DSparkDrafter, cache: SlotCache, rows: slice, taps: Tensor, positions: Tensor
+    drafter: DSparkDrafter,
+    cache: SlotCache,
+    rows: slice,
+    taps: Tensor,
+    positions: Tensor,
+    owners: Tensor | None = None,
 ) -> None:
     """Store the context K/V of tapped target states [R, T, M*D] at `positions` [R, T].
+
+    With `owners` they are those of a packed pass, see `SlotCache.select`.
 
     States of rejected tokens may be among them: they lie beyond the row's new length, where the next
     block and the next context overwrite them before anything attends to them.
     """
-    cache.select(rows, positions, 0)
+    cache.select(rows, positions, 0, owners)
     for layer, (key, value) in enumerate(drafter.context_key_values(taps, positions)):
         cache.write(layer, key, value)
 
@@ -68,7 +75,22 @@ def propose(
     hidden = drafter.block_hidden(
         drafter.block_inputs(anchors), positions, lambda i, k_, v_: cache.update(k_, v_, i), mask
     )
-    base = drafter.lm_head(hidden[:, :k])
+    return choose_tokens(drafter, hidden, anchors, k, sampling, uniforms)
+
+
+def choose_tokens(
+    drafter: DSparkDrafter,
+    hidden: Tensor,
+    anchors: Tensor,
+    k: int,
+    sampling: Sequence[Sampling],
+    uniforms: Tensor | None = None,
+) -> Draft:
+    """Choose k tokens of R blocks left to right, given the blocks' states [R, B, D].
+
+    The LM head runs in its own dtype, which in training is not the drafter's.
+    """
+    base = drafter.lm_head(hidden[:, :k].to(drafter.lm_head.weight.dtype)).to(hidden.dtype)
     head, greedy = drafter.markov_head, all(row.greedy for row in sampling)
     previous, state = anchors, head.initial_state(anchors.shape[0])
     tokens, logits, probs = [], [], []
@@ -76,10 +98,10 @@ def propose(
         latent, state = head.latent(hidden[:, position], previous, state)
         corrected = base[:, position] + head.bias(latent)
         if greedy:
-            chosen = corrected.argmax(-1)
+            chosen = drafter.to_target(corrected.argmax(-1))
         else:
             assert uniforms is not None
-            probs.append(probabilities(corrected[:, None], sampling)[:, 0])
+            probs.append(drafter.spread(probabilities(corrected[:, None], sampling)[:, 0]))
             chosen = draw(probs[-1], uniforms[:, position])
         tokens.append(chosen)
         logits.append(corrected)

@@ -17,8 +17,11 @@ from torch import Tensor
 from dspark.decode.cache import SlotCache, causal_mask
 from dspark.decode.draft import Draft, confident_prefix, propose, write_context
 from dspark.decode.sampling import Sampling, draw, draw_uniforms, probabilities, request_generator
+from dspark.decode.schedule import StepCurve, schedule
 from dspark.decode.verify import accept_greedy, accept_sampled
 from dspark.errors import UserError
+from dspark.models.attention import Packing
+from dspark.models.calibration import apply_temperatures
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 
@@ -75,6 +78,37 @@ class Row:
         return len(self.request.tokens) + len(self.output) - 1
 
 
+@dataclass
+class Batch:
+    """What a step reads of its R rows."""
+
+    anchors: Tensor  # [R] newest tokens, not yet seen by the target
+    starts: Tensor  # [R] their positions
+    longest: int  # the greatest of these
+    sampling: list[Sampling]
+    uniforms: Tensor | None  # [R, 2k + 1] in [0, 1); None when all rows are greedy
+
+
+def _policy(
+    drafter: DSparkDrafter | None, threshold: float, curve: StepCurve | None
+) -> Callable[[Draft], Tensor] | None:
+    """How many of each row's k draft tokens to verify [R], given a draft; None for all of them.
+
+    What it says of a token depends on no later one: that keeps the output the target's.
+    """
+    if drafter is None or (curve is None and threshold == 0):
+        return None
+    temperatures = drafter.temperatures
+
+    def decide(draft: Draft) -> Tensor:
+        logits = apply_temperatures(draft.confidence, temperatures)
+        if curve is not None:
+            return schedule(logits.sigmoid(), curve)
+        return confident_prefix(logits, threshold)
+
+    return decide
+
+
 class Engine:
     """Decodes up to `concurrency` requests at once.
 
@@ -85,6 +119,7 @@ class Engine:
         concurrency: slots.
         capacity: greatest prompt plus output length of any request.
         confidence_threshold: verify only up to the first draft token less confident than this.
+        curve: verify as many draft tokens as pay by this curve (Algorithm 1 of the paper).
         detokenize: ids to text; needed for stop strings.
         trace: called with each draft, before verification (for tests and profiles).
 
@@ -101,6 +136,7 @@ class Engine:
         concurrency: int = 1,
         capacity: int,
         confidence_threshold: float = 0.0,
+        curve: StepCurve | None = None,
         detokenize: Callable[[list[int]], str] | None = None,
         trace: Callable[[Draft], None] | None = None,
     ) -> None:
@@ -117,7 +153,8 @@ class Engine:
                 f"{target.max_positions}: shorten the prompts or lower max_new_tokens"
             )
         self.target, self.drafter, self.k = target, drafter if k else None, k
-        self.threshold, self.detokenize, self.trace = confidence_threshold, detokenize, trace
+        self.decide = _policy(self.drafter, confidence_threshold, curve)
+        self.detokenize, self.trace = detokenize, trace
         self.slots: list[Row | None] = [None] * concurrency
         reserve = k + 1 + (drafter.block_size if k and drafter is not None else 0)
         self.capacity = capacity
@@ -189,53 +226,89 @@ class Engine:
         self._compact()
         rows = [row for row in self.slots if row is not None]
         device = self.target.device
-        anchors = torch.tensor([row.newest for row in rows], device=device)
-        starts = torch.tensor([row.start for row in rows], device=device)
-        longest = max(row.start for row in rows)
         sampling = [row.request.sampling for row in rows]
-        greedy = all(row.greedy for row in sampling)
-        uniforms = None
-        if not greedy:
+        uniforms = None  # not needed where every row is greedy
+        if not all(row.greedy for row in sampling):
             uniforms = draw_uniforms([row.generator for row in rows], 2 * self.k + 1, device)
-
-        draft, width = None, 0
-        limits = torch.zeros(len(rows), dtype=torch.long, device=device)
-        drafted = anchors.new_empty(len(rows), 0)
-        if self.drafter is not None:
-            draft = propose(
-                self.drafter, self.draft_cache, anchors, starts, longest, self.k, sampling, uniforms
-            )
-            if self.trace is not None:
-                self.trace(draft)
-            limits, width = limits + self.k, self.k
-            if self.threshold > 0:
-                limits = confident_prefix(draft.confidence, self.threshold)
-                width = int(limits.max())
-            drafted = draft.tokens[:, :width]
-
-        positions = starts[:, None] + torch.arange(width + 1, device=device)
-        tokens = torch.cat([anchors[:, None], drafted], dim=1)
-        here = slice(0, len(rows))
-        states, taps = self.forward(here, tokens, positions, longest + width + 1)
-        logits = self.target.logits(states)
-        if greedy:
-            accepted, following = accept_greedy(logits.argmax(-1), drafted, limits)
-        else:
-            assert uniforms is not None
-            target_probs = probabilities(logits, sampling)
-            draft_probs = target_probs[:, :0]
-            if draft is not None and draft.probs is not None:
-                draft_probs = draft.probs[:, :width]
-            tests = torch.cat([uniforms[:, self.k : self.k + width], uniforms[:, -1:]], dim=1)
-            accepted, following = accept_sampled(target_probs, draft_probs, drafted, limits, tests)
-        if self.drafter is not None and taps is not None:
-            write_context(self.drafter, self.draft_cache, here, taps, positions)
-
-        # The step's only transfer to the host: counts and tokens, [R, width + 3] integers.
+        batch = Batch(
+            torch.tensor([row.newest for row in rows], device=device),
+            torch.tensor([row.start for row in rows], device=device),
+            max(row.start for row in rows),
+            sampling,
+            uniforms,
+        )
+        draft, limits, lengths = self._draft(batch)
+        drafted = batch.anchors.new_empty(len(rows), 0)
+        if draft is not None:
+            drafted = draft.tokens[:, : max(lengths)]
+        accepted, following = self._verify(batch, draft, drafted, limits, lengths)
+        # A step's transfer to the host: counts and tokens, [R, width + 3] integers.
         outcome = torch.cat(
             [accepted[:, None], limits[:, None], drafted, following[:, None]], dim=1
         )
-        outcomes, now = outcome.tolist(), self.clock()
+        return self._record(rows, outcome.tolist())
+
+    def _draft(self, batch: Batch) -> tuple[Draft | None, Tensor, list[int]]:
+        """A draft, and how many of its tokens to verify of each row: on the device and here."""
+        rows = len(batch.sampling)
+        if self.drafter is None:
+            return None, torch.zeros_like(batch.anchors), [0] * rows
+        draft = propose(
+            self.drafter,
+            self.draft_cache,
+            batch.anchors,
+            batch.starts,
+            batch.longest,
+            self.k,
+            batch.sampling,
+            batch.uniforms,
+        )
+        if self.trace is not None:
+            self.trace(draft)
+        if self.decide is None:
+            return draft, torch.full_like(batch.anchors, self.k), [self.k] * rows
+        limits = self.decide(draft)
+        return draft, limits, limits.tolist()
+
+    def _verify(
+        self,
+        batch: Batch,
+        draft: Draft | None,
+        drafted: Tensor,
+        limits: Tensor,
+        lengths: list[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Run the target over anchors and `drafted` [R, width]; accepted counts, next tokens [R]."""
+        width, device = drafted.shape[1], drafted.device
+        packing = None
+        if self.target.packs and min(lengths) < width:
+            packing = Packing.of([length + 1 for length in lengths], device)
+        positions = batch.starts[:, None] + torch.arange(width + 1, device=device)
+        tokens = torch.cat([batch.anchors[:, None], drafted], dim=1)
+        here = slice(0, len(lengths))
+        states, taps = self.forward(here, tokens, positions, batch.longest + width + 1, packing)
+        if self.drafter is not None and taps is not None:
+            owners = None
+            if packing is not None:
+                positions, owners = packing.pack(positions)[None], packing.owners
+            write_context(self.drafter, self.draft_cache, here, taps, positions, owners)
+        logits = self.target.logits(states)
+        if batch.uniforms is None:
+            choice = logits.argmax(-1)
+            choice = choice if packing is None else packing.spread(choice[0])
+            return accept_greedy(choice, drafted, limits)
+        logits = logits if packing is None else packing.spread(logits[0])
+        target_probs = probabilities(logits, batch.sampling)
+        draft_probs = target_probs[:, :0]
+        if draft is not None and draft.probs is not None:
+            draft_probs = draft.probs[:, :width]
+        uniforms = batch.uniforms
+        tests = torch.cat([uniforms[:, self.k : self.k + width], uniforms[:, -1:]], dim=1)
+        return accept_sampled(target_probs, draft_probs, drafted, limits, tests)
+
+    def _record(self, rows: list[Row], outcomes: list[list[int]]) -> list[Row]:
+        """Emit what the step gave each row and free the places of those that it finished."""
+        now = self.clock()
         for row, (count, verified, *proposed, bonus) in zip(rows, outcomes, strict=True):
             budget = row.budget
             emitted = self._emit(row, [*proposed[:count], bonus])
@@ -246,15 +319,27 @@ class Engine:
         return finished
 
     def forward(
-        self, rows: slice, tokens: Tensor, positions: Tensor, length: int
+        self,
+        rows: slice,
+        tokens: Tensor,
+        positions: Tensor,
+        length: int,
+        packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One target pass of slots `rows` over tokens [R, T]; final states and taps (see Target)."""
-        self.cache.select(rows, positions, length)
+        """One target pass of slots `rows` over tokens [R, T]; final states and taps (see Target).
+
+        With a packing the pass holds no token that a shorter row has not, and the states are packed.
+        """
         masks = {
             kind: causal_mask(positions, length, window)
             for kind, window in self.target.windows.items()
         }
-        return self.target.forward(tokens, positions, self.cache, masks, self.taps)
+        owners = None
+        if packing is not None:
+            tokens, positions = packing.pack(tokens)[None], packing.pack(positions)[None]
+            owners = packing.owners
+        self.cache.select(rows, positions, length, owners)
+        return self.target.forward(tokens, positions, self.cache, masks, self.taps, packing)
 
     def _compact(self) -> None:
         """Move rows down over free slots, so that the active ones are slots 0..n-1."""

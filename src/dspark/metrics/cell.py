@@ -31,6 +31,7 @@ class CellSummary:
     mode: str  # "baseline" or "speculative"
     k: int  # draft tokens a step; 0 in a baseline
     confidence_threshold: float
+    schedule: bool  # whether Algorithm 1 decides how many of the k are verified
     concurrency: int
     precision: str
 
@@ -91,7 +92,7 @@ class CellSummary:
     @property
     def fixed_k(self) -> bool:
         """Whether every complete step must have verified exactly k draft tokens."""
-        return self.k > 0 and self.confidence_threshold == 0
+        return self.k > 0 and self.confidence_threshold == 0 and not self.schedule
 
 
 def write_summary(path: str | Path, summary: CellSummary) -> None:

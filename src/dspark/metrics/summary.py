@@ -88,6 +88,7 @@ def summarise(
         mode=run_config.mode.value,
         k=run_config.k,
         confidence_threshold=run_config.confidence_threshold,
+        schedule=run_config.schedule,
         concurrency=engine_config.concurrency,
         precision=engine_config.precision.value,
         requests=len(records),

@@ -3,16 +3,19 @@
 Source: DSpark, arXiv 2607.05147, section 3; tensor names are those of DeepSpec's checkpoints. The
 layers are Qwen3's (q/k norm, RoPE, SwiGLU), whatever the target's own family is.
 
+A drafter may draft from a part of the target's vocabulary (`draft_vocab_size`, as the `speculators`
+format has it): its LM head and W2 have a row for each draft token, and `d2t` maps those to target ids.
+
 Shapes in comments: R rows (requests), T context tokens, B block_size, D hidden size, M tapped target
-layers, V vocabulary, r Markov rank, H heads, G key/value heads, h head_dim.
+layers, V vocabulary, Vd draft vocabulary, r Markov rank, H heads, G key/value heads, h head_dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -21,7 +24,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from dspark.models.attention import attend
+from dspark.models.head import LMHead
 from dspark.models.markov import ConfidenceHead, MarkovHead, make_markov_head
+from dspark.models.packed import pack_linears
 
 # Takes a layer's index and the block's own K and V [R, G, Q, h]; gives all K and V to attend to.
 KeyValues = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -59,7 +65,7 @@ class DrafterAttention(nn.Module):
         query = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
         query, _ = apply_rotary_pos_emb(query, query, *rope)
         key, value = key_values(self.index, *self.key_values(x, rope))
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        out = attend(query, key, value, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -85,19 +91,20 @@ class DSparkDrafter(nn.Module):
 
     Args:
         config: a native config: Qwen3's fields plus block_size, target_layer_ids, mask_token_id,
-            markov_rank, markov_head_type, enable_confidence_head, confidence_head_with_markov.
+            markov_rank, markov_head_type, enable_confidence_head, confidence_head_with_markov, and
+            draft_vocab_size where the draft vocabulary is a part of the target's.
         embed_tokens: token ids to [..., D].
-        lm_head: hidden states [..., D] to base logits [..., V].
+        lm_head: the target's, or its rows of the draft vocabulary.
     """
 
+    d2t: Tensor | None  # [Vd] int64: target id minus draft id; None when they are the same
+
     embed_tokens: nn.Module
-    lm_head: Callable[[Tensor], Tensor]
+    lm_head: LMHead
     markov_head: MarkovHead
     confidence_head: ConfidenceHead | None
 
-    def __init__(
-        self, config: Qwen3Config, embed_tokens: nn.Module, lm_head: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, config: Qwen3Config, embed_tokens: nn.Module, lm_head: LMHead) -> None:
         super().__init__()
         self.config = config
         self.block_size: int = config.block_size
@@ -112,6 +119,11 @@ class DSparkDrafter(nn.Module):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.markov_head = make_markov_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        reduced = getattr(config, "draft_vocab_size", None)
+        offsets = torch.zeros(reduced, dtype=torch.long) if reduced else None
+        self.register_buffer("d2t", offsets)
+        # One for each position: confidence is sigmoid(logit / temperature); see train/calibrate.py.
+        self.temperatures: list[float] = [1.0] * self.block_size
         # Held outside the module tree: they are the target's parameters, not the drafter's.
         self.__dict__["embed_tokens"] = embed_tokens
         self.__dict__["lm_head"] = lm_head
@@ -141,6 +153,30 @@ class DSparkDrafter(nn.Module):
         for layer in self.layers:
             x = layer(x, rope, key_values, mask)
         return self.norm(x)
+
+    def pack(self) -> None:
+        """Lay the weights out for decoding on a CPU: faster, and no more to be trained or saved."""
+        pack_linears(self)
+        self.__dict__["lm_head"] = self.lm_head.pack()
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Target ids of the draft vocabulary [Vd], ascending."""
+        if self.d2t is None:
+            return torch.arange(self.config.vocab_size, device=self.norm.weight.device)
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def to_target(self, tokens: Tensor) -> Tensor:
+        """Draft tokens [...] as the target's ids [...]."""
+        return tokens if self.d2t is None else tokens + self.d2t[tokens]
+
+    def spread(self, probs: Tensor) -> Tensor:
+        """Distributions [..., Vd] over the target's whole vocabulary [..., V], 0 outside the draft's."""
+        if self.d2t is None:
+            return probs
+        whole = probs.new_zeros(*probs.shape[:-1], self.config.vocab_size)
+        whole[..., self.draft_ids] = probs
+        return whole
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Logits [...] of "this draft token survives" for states [..., D] and previous tokens [...].

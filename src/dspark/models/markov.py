@@ -1,8 +1,8 @@
 """The sequential part of DSpark: Markov heads and the confidence head (arXiv 2607.05147, section 3).
 
 The block's base logits are made in parallel; a Markov head adds to position t a low-rank bias that
-depends on the token chosen at t-1, so tokens are chosen left to right. Shapes: R rows, D hidden size,
-V vocabulary, r Markov rank.
+depends on the token chosen at t-1, so tokens are chosen left to right. W1 is over the target's whole
+vocabulary, W2 over the draft's. Shapes: R rows, D hidden size, Vd draft vocabulary, r Markov rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class MarkovHead(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.rank: int = config.markov_rank
+        drafted = getattr(config, "draft_vocab_size", None) or config.vocab_size
         self.markov_w1 = nn.Embedding(config.vocab_size, self.rank)
-        self.markov_w2 = nn.Linear(self.rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(self.rank, drafted, bias=False)
 
     def embed(self, previous: Tensor) -> Tensor:
         """W1 of previous tokens [...] as [..., r]."""
@@ -37,11 +38,9 @@ class MarkovHead(nn.Module):
         """Low-rank bias [R, r] at one position from its state [R, D] and previous tokens [R]."""
         return self.embed(previous), state
 
-    def bias(self, latent: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Latents [..., r] to logit biases [..., V], or to those of `tokens` [C] alone [..., C]."""
-        if tokens is None:
-            return self.markov_w2(latent)
-        return nn.functional.linear(latent, self.markov_w2.weight[tokens])
+    def bias(self, latent: Tensor) -> Tensor:
+        """Latents [..., r] to logit biases [..., Vd]."""
+        return self.markov_w2(latent)
 
     def block_latents(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Latents [R, B, r] of whole blocks with known previous tokens [R, B] (teacher forcing)."""
@@ -75,7 +74,7 @@ class RnnMarkovHead(MarkovHead):
         self.joint_proj = nn.Linear(2 * self.rank + config.hidden_size, 3 * self.rank)
 
     def initial_state(self, rows: int) -> Tensor:
-        return self.markov_w2.weight.new_zeros(rows, self.rank)
+        return self.markov_w1.weight.new_zeros(rows, self.rank)
 
     def latent(
         self, hidden: Tensor, previous: Tensor, state: Tensor | None

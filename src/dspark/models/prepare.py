@@ -60,8 +60,25 @@ def prepare_target(config: TargetConfig, store: Path) -> PreparedModel:
     return _prepare(config, store, {"smollm2_135m": _embedded_target})
 
 
-def prepare_drafter(config: DrafterConfig, store: Path) -> PreparedModel:
-    """Make the drafter available; an embedded one is read from the installed package."""
+def prepare_drafter(
+    config: DrafterConfig, store: Path, trained: Path | None = None
+) -> PreparedModel:
+    """Make the drafter available; an embedded one is read from the installed package.
+
+    Args:
+        trained: the checkpoint that training made, for source train.
+
+    Raises:
+        UserError: as for a target; or source is train and the training has not run.
+    """
+    if config.source is ModelSource.train:
+        if trained is None or not (trained / "config.json").is_file():
+            raise UserError(
+                f"drafter '{config.name}' has source 'train' but '{trained}' holds no trained "
+                "checkpoint: run `dspark train`, or the experiment's DAG, which trains it"
+            )
+        path = trained.resolve()
+        return PreparedModel(config.name, config.source.value, str(path), None, hash_files(path))
     return _prepare(config, store, {"smollm2_135m": _embedded_drafter})
 
 
@@ -75,6 +92,10 @@ def _prepare(
         if config.name not in embedded:
             raise UserError(f"no embedded model '{config.name}': {nearest(config.name, embedded)}")
         path = embedded[config.name](config.name, store)
+    elif config.source is ModelSource.train:
+        raise UserError(
+            f"target '{config.name}' has source 'train': only drafters are trained here"
+        )
     elif config.source is ModelSource.local:
         path = _local(config)
     else:

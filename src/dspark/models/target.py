@@ -16,6 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from dspark.errors import UserError
+from dspark.models.attention import NAME, Packing
+from dspark.models.head import LMHead
+from dspark.models.packed import pack_linears
 
 
 class Target:
@@ -31,10 +34,15 @@ class Target:
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int = self.config.max_position_embeddings
-        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
         multiplier = getattr(self.config, "logit_scale", None) or 1.0
-        self.scale: float = multiplier / (getattr(self.config, "logits_scaling", None) or 1.0)
+        self.head = LMHead(
+            self.lm_head.weight,
+            self.lm_head.bias,
+            multiplier / (getattr(self.config, "logits_scaling", None) or 1.0),
+            getattr(self.config, "final_logit_softcapping", None),
+        )
+        self.packs = False  # whether a pass may hold rows of different lengths, see Packing
 
     @property
     def device(self) -> torch.device:
@@ -43,6 +51,11 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
+
+    def pack(self) -> None:
+        """Lay the weights out for decoding on a CPU: faster, and no more to be trained or saved."""
+        pack_linears(self.decoder)
+        self.head = self.head.pack()
 
     @property
     def windows(self) -> dict[str, int | None]:
@@ -60,6 +73,7 @@ class Target:
         cache: Any,
         masks: dict[str, Tensor],
         taps: Sequence[int] = (),
+        packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run `tokens` [R, T] at `positions` [R, T].
 
@@ -68,6 +82,8 @@ class Target:
                 that this layer attends to.
             masks: for each kind of layer in `windows` a bool mask [R, 1, T, S], true = attend.
             taps: layers whose outputs are wanted; -1 is the embedding output.
+            packing: tokens and positions are [1, B], rows of different lengths one after the other;
+                masks are the padded rows'. Only where `packs`.
 
         Returns:
             Final states (after the last norm) [R, T, D], and the taps concatenated [R, T, M*D].
@@ -82,6 +98,7 @@ class Target:
                 attention_mask=mask,
                 cache=cache,
                 use_cache=True,
+                **({} if packing is None else {"packing": packing}),
             ).last_hidden_state
         finally:
             for hook in hooks:
@@ -99,18 +116,9 @@ class Target:
             return self.decoder.layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
         return self.decoder.layers[layer].register_forward_hook(keep)
 
-    def logits(self, states: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Final states [..., D] to logits [..., V], or to those of `tokens` [C] alone [..., C]."""
-        if tokens is None:
-            logits = self.lm_head(states)
-        else:
-            bias = None if self.lm_head.bias is None else self.lm_head.bias[tokens]
-            logits = nn.functional.linear(states, self.lm_head.weight[tokens], bias)
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
+    def logits(self, states: Tensor) -> Tensor:
+        """Final states [..., D] to logits [..., V]."""
+        return self.head(states)
 
 
 def load_target(path: str | Path, device: str, dtype: torch.dtype) -> Target:
@@ -149,13 +157,15 @@ def load_target(path: str | Path, device: str, dtype: torch.dtype) -> Target:
         model, report = loaded
         _check_complete(path, report)
         model = model.to(device)
+        theirs = _own_logits(model)
+        model.set_attn_implementation(NAME)
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"target '{path}' cannot be loaded: {_one_line(error)}") from error
     try:
         target = Target(model)
-        reason = _length_dependent_rope(target.config) or _disagreement(target)
+        reason = _length_dependent_rope(target.config) or _disagreement(target, theirs)
     except Exception as error:
         reason = _one_line(error)
     if reason is not None:
@@ -163,6 +173,7 @@ def load_target(path: str | Path, device: str, dtype: torch.dtype) -> Target:
             f"target '{path}': models of type {config.model_type} cannot be decoded here "
             f"({reason}); choose a causal LM with plain full or sliding-window attention"
         )
+    target.packs = _packs(target, theirs)
     return target
 
 
@@ -193,14 +204,18 @@ def _check_complete(path: str | Path, report: Any) -> None:
 
 
 class _Appended:
-    """The least KV cache: appends what it is given."""
+    """The least KV cache: appends what it is given, to the rows that `packing` names."""
 
-    def __init__(self) -> None:
+    def __init__(self, packing: Packing | None = None) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.packing = packing
 
     def update(
         self, key: Tensor, value: Tensor, layer: int, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        if self.packing is not None:
+            spread = self.packing.spread
+            key, value = (spread(x[0].transpose(0, 1)).transpose(1, 2) for x in (key, value))
         if layer in self.layers:
             before = self.layers[layer]
             key, value = torch.cat([before[0], key], 2), torch.cat([before[1], value], 2)
@@ -208,25 +223,60 @@ class _Appended:
         return key, value
 
 
+CHECKED = 8  # tokens of the self-check
+
+
+def _check_ids(model: Any) -> Tensor:
+    return (
+        torch.arange(CHECKED, device=model.device)[None] % model.config.get_text_config().vocab_size
+    )
+
+
 @torch.inference_mode()
-def _disagreement(target: Target) -> str | None:
-    """Run a few tokens in two parts through `target` and whole through the model itself.
+def _own_logits(model: Any) -> Tensor:
+    """Logits [1, 8, V] of a few tokens by the model itself, with transformers' own attention."""
+    return model(input_ids=_check_ids(model), use_cache=False).logits.float()
+
+
+def _masks(target: Target, positions: Tensor, length: int) -> dict[str, Tensor]:
+    distance = positions[..., None] - torch.arange(length, device=target.device)
+    return {
+        kind: ((distance >= 0) & (distance < (window or length)))[:, None]
+        for kind, window in target.windows.items()
+    }
+
+
+def _agree(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours.float() - theirs).abs().mean() <= 0.2 * theirs.std())
+
+
+@torch.inference_mode()
+def _disagreement(target: Target, theirs: Tensor) -> str | None:
+    """Run a few tokens in two parts through `target`, against what the model itself made of them.
 
     Returns:
         None when the logits agree; else what is wrong. A family may scale its logits, keep other
         states than K and V or mask in its own way: that must not pass for the target's output.
     """
-    ids = torch.arange(8, device=target.device)[None] % target.vocab_size
-    theirs = target.model(input_ids=ids, use_cache=False).logits.float()
-    cache, parts = _Appended(), []
-    for begin, end in ((0, 5), (5, 8)):
+    ids, cache, parts = _check_ids(target.model), _Appended(), []
+    for begin, end in ((0, 5), (5, CHECKED)):
         positions = torch.arange(begin, end, device=target.device)[None]
-        distance = positions[..., None] - torch.arange(end, device=target.device)
-        masks = {
-            kind: ((distance >= 0) & (distance < (window or end)))[:, None]
-            for kind, window in target.windows.items()
-        }
+        masks = _masks(target, positions, end)
         states, _ = target.forward(ids[:, begin:end], positions, cache, masks, (-1, 0))
-        parts.append(target.logits(states).float())
-    error = (torch.cat(parts, dim=1) - theirs).abs().mean()
-    return None if error <= 0.2 * theirs.std() else "its logits are not those of its last layer"
+        parts.append(target.logits(states))
+    same = _agree(torch.cat(parts, dim=1), theirs)
+    return None if same else "its logits are not those of its last layer"
+
+
+@torch.inference_mode()
+def _packs(target: Target, theirs: Tensor) -> bool:
+    """Whether the family hands a packing on to its attention: rows of 8 and 5 tokens in one pass."""
+    ids, packing = _check_ids(target.model)[0], Packing.of([CHECKED, 5], target.device)
+    masks = _masks(target, torch.arange(CHECKED, device=target.device).expand(2, -1), CHECKED)
+    positions = packing.places[None]
+    try:
+        cache = _Appended(packing)
+        states, _ = target.forward(ids[packing.places][None], positions, cache, masks, (), packing)
+        return _agree(target.logits(states)[0], theirs[0, packing.places])
+    except Exception:  # whatever a family does with a keyword or with shapes that it does not know
+        return False
