@@ -4,6 +4,7 @@ min_version("9.27")
 
 
 include: "workflow/rules/common.smk"
+include: "workflow/rules/train.smk"
 include: "workflow/rules/models.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/bench.smk"
@@ -12,6 +13,7 @@ include: "workflow/rules/report.smk"
 
 localrules:
     all,
+    training_config,
     models_config,
     job_config,
     tracking_config,

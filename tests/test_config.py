@@ -14,8 +14,10 @@ from dspark.config import (
     digest,
     from_yaml,
     job_config,
+    models_config,
     split_overrides,
     to_yaml,
+    training_name,
 )
 from dspark.errors import UserError
 
@@ -29,13 +31,20 @@ def composed(*overrides: str, experiment: str = "demo"):
 
 
 @pytest.mark.parametrize(
-    "experiment", [path.stem for path in (CONFIG / "experiment").glob("*.yaml")]
+    "experiment", sorted(path.stem for path in (CONFIG / "experiment").glob("*.yaml"))
 )
-def test_every_experiment_composes_with_the_published_datasets_and_arms(experiment: str) -> None:
+def test_every_experiment_composes(experiment: str) -> None:
+    config = composed(experiment=experiment)
+    assert set(config.datasets) <= set(DATASETS)
+    assert next(iter(config.runs)) == "baseline"
+    assert config.name == experiment
+
+
+@pytest.mark.parametrize("experiment", ["demo", "published"])
+def test_a_whole_table_has_the_published_datasets_and_arms(experiment: str) -> None:
     config = composed(experiment=experiment)
     assert list(config.datasets) == DATASETS
-    assert list(config.runs) == ["baseline", "dspark_k3", "dspark_k7"]
-    assert config.name == experiment
+    assert list(config.runs)[:3] == ["baseline", "dspark_k3", "dspark_k7"]
 
 
 def test_published_experiment_has_the_published_settings() -> None:
@@ -127,9 +136,47 @@ def test_unknown_experiment_names_the_nearest() -> None:
 
 
 def test_training_composes_and_refuses_unknown_fields() -> None:
-    assert compose_training(["shape.layers=1"], CONFIG).shape.layers == 1
-    with pytest.raises(UserError, match="DrafterShape has no field 'layer'"):
-        compose_training(["shape.layer=1"], CONFIG)
+    train = compose_training(["drafter.train.shape.layers=1"], CONFIG).drafter.train
+    assert train is not None and train.shape.layers == 1
+    with pytest.raises(UserError, match="DrafterShape has no field 'layer': did you mean 'layers'"):
+        compose_training(["drafter.train.shape.layer=1"], CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["drafter.train.batch=0"], "drafter.train.batch is 0"),
+        (["drafter.train.shape.block_size=0"], "drafter.train.shape.block_size is 0"),
+        (["drafter.train.prompts=96"], "prompts is 96: held_out .32. and calibration .64. leave"),
+        (["drafter.train=null"], "source 'train' but no train settings"),
+        (["target=smollm"], "target 'smollm' not found.*smollm2_135m"),
+    ],
+)
+def test_a_training_that_cannot_work_is_refused(overrides: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        compose_training(overrides, CONFIG)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_that_drafts_more_than_a_block_is_refused_before_the_training() -> None:
+    small = ["drafter=trained", "drafter.train.shape.block_size=4"]
+    with pytest.raises(UserError, match=r"runs.dspark_k7.k is 7.*block_size is 4"):
+        composed(*small)
+    assert composed(*small, "runs.dspark_k7.k=4").drafter.train is not None
+
+
+def test_the_name_of_a_training_follows_what_decides_it_alone() -> None:
+    def name(*overrides: str) -> str:
+        return training_name(models_config(composed("drafter=trained", *overrides)))
+
+    assert name() == name("engine.concurrency=2", "datasets.gsm8k.limit=1", "tracking.uri=x")
+    assert name() == training_name(compose_training((), CONFIG))
+    others = [
+        name("drafter.train.lr=1e-3"),
+        name("drafter.train.shape.layers=1"),
+        name("target.name=y"),
+    ]
+    assert len({name(), *others}) == 4
 
 
 def test_overrides_split_like_a_shell_line() -> None:

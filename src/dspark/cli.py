@@ -10,6 +10,7 @@ import click
 
 from dspark import __version__, stages
 from dspark.config import (
+    ModelsConfig,
     TrackingConfig,
     compose_experiment,
     compose_training,
@@ -42,7 +43,8 @@ def cli() -> None:
     \b
     The whole table:   dspark run demo
     One stage alone:   prepare, prompts, bench, summarise, table, track
-    A new drafter:     dspark train --out my_drafter
+    A new drafter:     dspark train --out results/training/mine
+    For other engines: dspark convert
     """
 
 
@@ -89,10 +91,11 @@ def show_config(experiment: str, overrides: tuple[str, ...], dataset: str | None
 @cli.command()
 @click.option("--config", type=FILE, required=True, help="Resolved models config.")
 @click.option("--store", type=FOLDER, default="results/models", show_default=True)
+@click.option("--trained", type=FOLDER, help="Checkpoint of a drafter that was trained here.")
 @click.option("--out", type=FOLDER, required=True, help="Folder for target.json and drafter.json.")
-def prepare(config: Path, store: Path, out: Path) -> None:
+def prepare(config: Path, store: Path, trained: Path | None, out: Path) -> None:
     """Make target and drafter available on this machine."""
-    stages.prepare(config, store, out)
+    stages.prepare(config, store, out, trained)
 
 
 @cli.command()
@@ -108,10 +111,16 @@ def prompts(config: Path, out: Path) -> None:
 @click.option("--prompts", "prompt_file", type=FILE, required=True)
 @click.option("--models", type=FOLDER, required=True, help="Folder of target.json, drafter.json.")
 @click.option("--threads", type=int, help="CPU threads when engine.threads is null.")
+@click.option("--profiles", type=FOLDER, default="results/profiles", show_default=True)
 @click.option("--out", type=FOLDER, required=True, help="Folder of the dataset.")
-def bench(config: Path, prompt_file: Path, models: Path, threads: int | None, out: Path) -> None:
-    """Run one dataset with all its runs on one device."""
-    stages.bench(config, prompt_file, models, out, threads)
+def bench(
+    config: Path, prompt_file: Path, models: Path, threads: int | None, profiles: Path, out: Path
+) -> None:
+    """Run one dataset with all its runs on one device.
+
+    The step times that a scheduled run decides by are measured once and kept in PROFILES.
+    """
+    stages.bench(config, prompt_file, models, out, profiles, threads)
 
 
 @cli.command()
@@ -134,33 +143,69 @@ def table(summaries: tuple[Path, ...], out: Path) -> None:
 @click.argument("results", type=FOLDER)
 @click.argument("summaries", nargs=-1, type=FILE)
 @click.option("--config", type=FILE, help="Resolved tracking config; default: the local store.")
+@click.option("--training", type=FOLDER, help="Folder of a training, to log its curve too.")
 @click.option("--out", type=FILE, help="File for the run ids; default: <results>/mlflow.json.")
 def track(
-    results: Path, summaries: tuple[Path, ...], config: Path | None, out: Path | None
+    results: Path,
+    summaries: tuple[Path, ...],
+    config: Path | None,
+    training: Path | None,
+    out: Path | None,
 ) -> None:
     """Log an experiment's cells to MLflow; logging again changes nothing.
 
     \b
     Example: dspark track results/demo
+             dspark track results/demo --training results/training/mine
     """
     tracking = from_yaml(TrackingConfig, config) if config else TrackingConfig()
     chosen = sorted(results.glob("*/*/summary.json")) if not summaries else list(summaries)
-    stages.track(results, chosen, tracking, out or results / "mlflow.json")
+    stages.track(results, chosen, tracking, out or results / "mlflow.json", training)
 
 
 @cli.command()
 @click.argument("overrides", nargs=-1)
-@click.option("--data", type=FILE, default="results/train/conversations.jsonl", show_default=True)
+@click.option("--stage", help="synthesise, cache, fit or calibrate; default: one after the other.")
+@click.option("--config", type=FILE, help="Resolved models config, instead of overrides.")
 @click.option("--store", type=FOLDER, default="results/models", show_default=True)
-@click.option("--out", type=FOLDER, required=True, help="Checkpoint folder to write.")
-def train(overrides: tuple[str, ...], data: Path, store: Path, out: Path) -> None:
-    """Train a drafter on text that its target generates.
+@click.option("--out", type=FOLDER, required=True, help="Folder of the training.")
+def train(
+    overrides: tuple[str, ...], stage: str | None, config: Path | None, store: Path, out: Path
+) -> None:
+    """Train a drafter on text that its target generates; a killed training goes on.
+
+    The checkpoint is OUT/drafter. On several GPUs run the fit stage alone under torchrun.
 
     \b
-    Example: dspark train --out results/drafters/mine prompts=500 shape.layers=1
+    Example: dspark train --out results/training/mine drafter.train.prompts=500
+             torchrun --nproc-per-node 8 -m dspark.cli train --stage fit \\
+                 --out results/training/mine drafter.train.prompts=500
     """
-    acceptance = stages.train(compose_training(overrides), data, store, out)
-    click.echo("accept by position: " + " ".join(f"{share:.3f}" for share in acceptance))
+    if config is not None and overrides:
+        raise UserError("give either --config or overrides, not both")
+    models = from_yaml(ModelsConfig, config) if config else compose_training(overrides)
+    stages.train(models, store, out, stage)
+
+
+@cli.command()
+@click.argument("drafter", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.option("--to", required=True, help="Format to write: native or speculators.")
+@click.option(
+    "--target",
+    type=FOLDER,
+    default="results/models/smollm2_135m",
+    show_default=True,
+    help="Hugging Face directory of the drafter's target.",
+)
+@click.option("--verifier", help="The target's name on the hub, for engines that load it by name.")
+def convert(drafter: Path, out: Path, to: str, target: Path, verifier: str | None) -> None:
+    """Write a drafter's checkpoint in the other format.
+
+    \b
+    Example: dspark convert results/training/mine/drafter mine_speculators --to speculators
+    """
+    stages.convert(drafter, out, to, target, verifier)
 
 
 def main() -> None:

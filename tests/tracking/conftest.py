@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from results_tree import write_dataset
+from results_tree import write_dataset, write_training
 
 from dspark.config import TrackingConfig
 
@@ -27,3 +27,9 @@ def results_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tracking() -> TrackingConfig:
     """The default store: relative to the working directory, in a folder of its own."""
     return TrackingConfig(uri="sqlite:///store/mlflow.db", experiment="dspark")
+
+
+@pytest.fixture
+def training(results_dir: Path) -> Path:
+    """A finished training beside the results."""
+    return write_training(results_dir.parent / "training" / "mine-1a2b3c4d")

@@ -8,10 +8,16 @@ from typing import Any
 
 from dspark.config import (
     DatasetConfig,
+    DrafterConfig,
+    DrafterShape,
     EngineConfig,
     JobConfig,
     Mode,
+    ModelsConfig,
+    ModelSource,
     RunConfig,
+    TargetConfig,
+    TrainConfig,
     to_yaml,
 )
 
@@ -66,3 +72,33 @@ def write_summary(root: Path, dataset: str, run: str, **changed: Any) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(summary(dataset, run, **changed), indent=2))
     return path
+
+
+def curve(steps: int, every: int = 2, **changed: float) -> list[dict[str, float]]:
+    """What a training notes: losses of each step, acceptance every so many steps."""
+    lines: list[dict[str, float]] = []
+    for step in range(1, steps + 1):
+        losses = {"ce": 4.0 / step, "l1": 1.5 / step, "confidence": 0.5}
+        lines.append({"step": step, **losses, "lr": 1e-3, "tokens_per_s": 900.0, **changed})
+        if step % every == 0:
+            lines.append({"step": step, "accept_len_k3": 1 + step / 10, "accept_p1_k3": step / 20})
+    return lines
+
+
+def write_curve(folder: Path, lines: list[dict[str, float]]) -> None:
+    (folder / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_training(folder: Path, steps: int = 6) -> Path:
+    """All files of a finished training that tracking reads."""
+    (folder / "drafter").mkdir(parents=True)
+    train = TrainConfig(lr=2e-3, shape=DrafterShape(layers=1))
+    models = ModelsConfig(
+        target=TargetConfig(name="tiny", source=ModelSource.local, path="/models/tiny"),
+        drafter=DrafterConfig(name="mine", source=ModelSource.train, train=train),
+    )
+    (folder / "config.yaml").write_text(to_yaml(models))
+    (folder / "drafter" / "calibration.json").write_text('{"temperatures": [1.25, 0.75]}')
+    (folder / "reliability.png").write_bytes(b"a picture")
+    write_curve(folder, curve(steps))
+    return folder

@@ -1,16 +1,21 @@
-"""One tiny target a session, and conversations in its own greedy words."""
+"""Tiny targets made once a session, their own greedy words, and one training on them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from train_helpers import SHAPE, Predictable, Training, own_words, settings, write_states
 from transformers.utils import logging
 
 from dspark.models.target import Target, load_target
+from dspark.train.cache import StateCache
+from dspark.train.curve import read_curve
 from dspark.train.synthesize import Conversation
-from tiny_models import greedy_texts, save_tiny_target
+from dspark.train.trainer import fit
+from tiny_models import save_tiny_target
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,23 +36,38 @@ def target(target_path: Path) -> Target:
     return load_target(target_path, "cpu", torch.float32)
 
 
-def own_words(target: Target) -> list[Conversation]:
-    """The target's greedy continuations of 96 one-token prompts."""
-    texts = greedy_texts(target, prompts=96, length=40)
-    return [
-        Conversation(f"0/{index}", f"user {index}", [4 + index], text)
-        for index, text in enumerate(texts)
-    ]
-
-
 @pytest.fixture(scope="session")
 def conversations(target: Target) -> list[Conversation]:
-    return own_words(target)
+    return own_words(target, prompts=24)
 
 
 @pytest.fixture(scope="session")
-def predictable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, list[Conversation]]:
-    """A target whose next token can often be told from the last one, and its words."""
-    path = save_tiny_target(tmp_path_factory.mktemp("models") / "target", "gemma3")
+def states(
+    target: Target, conversations: list[Conversation], tmp_path_factory: pytest.TempPathFactory
+) -> StateCache:
+    """What training reads of `conversations`."""
+    return write_states(target, conversations, tmp_path_factory.mktemp("states") / "cache")
+
+
+@pytest.fixture(scope="session")
+def predictable(tmp_path_factory: pytest.TempPathFactory) -> Predictable:
+    folder = tmp_path_factory.mktemp("predictable")
+    path = save_tiny_target(folder / "target", "gemma3")
     target = load_target(path, "cpu", torch.float32)
-    return target, own_words(target)
+    conversations = own_words(target)
+    return Predictable(
+        path, target, conversations, write_states(target, conversations, folder / "cache")
+    )
+
+
+@pytest.fixture(scope="session")
+def training(predictable: Predictable, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """54 steps, validated every 18."""
+    config = settings(
+        shape=replace(SHAPE, draft_vocab_size=150), epochs=6.0, anchors=32, validate_every=18
+    )
+    folder = tmp_path_factory.mktemp("training") / "out"
+    weights = predictable.target.model.state_dict()
+    before = {name: value.clone() for name, value in weights.items()}
+    fit(predictable.target, predictable.states, config, folder)
+    return Training(config, folder, read_curve(folder / "curve.jsonl"), before)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkout import Checkout, copy_checkout
+from checkout import Checkout, copy_checkout, trained
 
 import tiny_models
 
@@ -25,6 +25,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Itera
     checkout = copy_checkout(tmp_path_factory.mktemp("checkout") / "dspark", tiny_pair)
     checkout.snakemake("--config", "experiment=tiny")
     yield checkout
+
+
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Checkout:
+    """The experiment `learned`, run to its table. Tests must leave it as they found it."""
+    checkout = copy_checkout(tmp_path_factory.mktemp("trained") / "dspark", tiny_pair)
+    checkout.snakemake(*trained("learned"))
+    return checkout
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkout import Checkout
+from checkout import TRAINING, Checkout
 
+from dspark.config import ModelsConfig, from_yaml
 from dspark.metrics.identities import check_rows
 from dspark.models.checkpoint import read_config
 from dspark.report.table import parse_table
@@ -51,17 +52,20 @@ def test_all_shown_commands_are_known() -> None:
 
 def test_training_a_drafter_from_the_command_line(fresh: Checkout, tiny_pair: Path) -> None:
     shown = next(c for c in COMMANDS if c.startswith("dspark train"))
-    small = "prompts=24 max_new_tokens=24 held_out=4 batch=4 anchors=4 shape.layers=1 shape.taps=2"
+    small = " ".join(f"drafter.train.{setting}" for setting in [*TRAINING, "epochs=2"])
     done = run(
         f"{shown} {small}".replace("/models/my-model", str(tiny_pair / "target")), fresh.path
     )
     assert done.returncode == 0, done.stderr
-    assert "accept by position" in done.stdout
-    assert read_config(fresh.path / "results" / "drafters" / "mine").block_size == 7
+    assert "accept by position" in done.stderr
+    folder = fresh.path / shlex.split(shown)[shlex.split(shown).index("--out") + 1]
+    assert read_config(folder / "drafter").block_size == 4
+    made_by = from_yaml(ModelsConfig, folder / "config.yaml")
+    assert (made_by.target.name, made_by.drafter.train.epochs) == ("my_model", 2)
 
 
 def test_the_table_that_is_shown_passes_the_identities() -> None:
     shown = README.split("<!-- table:begin -->\n")[1].split("<!-- table:end -->")[0]
     rows = parse_table(shown)
     check_rows(rows)
-    assert len(rows) == 18
+    assert len(rows) == 24

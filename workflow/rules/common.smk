@@ -18,11 +18,13 @@ shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PAT
 
 from dspark.config import (
     Device,
+    ModelSource,
     compose_experiment,
     job_config,
     models_config,
     split_overrides,
     to_yaml,
+    training_name,
 )
 from dspark.errors import UserError
 
@@ -41,12 +43,15 @@ RUNS = list(COMPOSED.runs)
 SUMMARIES = expand(
     f"results/{EXPERIMENT}/{{dataset}}/{{run}}/summary.json", dataset=DATASETS, run=RUNS
 )
+# A drafter of source train lies with its training, which experiments with the same settings share.
+TRAINED = COMPOSED.drafter.source is ModelSource.train
+TRAINING = f"results/training/{training_name(models_config(COMPOSED))}"
 # Files whose content decides the numbers: editing one runs every cell again.
 ENGINE_CODE = sorted(
     str(path.relative_to(workflow.basedir))
     for package in ("decode", "models")
     for path in (Path(workflow.basedir) / "src" / "dspark" / package).glob("*.py")
-    if path.name not in ("prepare.py", "embedded.py")
+    if path.name not in ("prepare.py", "embedded.py", "speculators.py")
 )
 
 
@@ -57,6 +62,16 @@ wildcard_constraints:
 
 def get_models_text(wildcards):
     return to_yaml(models_config(COMPOSED))
+
+
+def get_prompt_files(wildcards):
+    """The user's own prompts, which the target answers for training."""
+    return COMPOSED.drafter.train.prompt_files if TRAINED else []
+
+
+def get_trained_drafter(wildcards):
+    """All that a training ends with; nothing when the drafter is not trained here."""
+    return rules.calibrate.output if TRAINED else []
 
 
 def get_job_text(wildcards):
@@ -70,6 +85,12 @@ def get_tracking_text(wildcards):
 def get_gpus(wildcards):
     """A job takes the GPU unless the engine is told to stay on the CPU."""
     return 0 if COMPOSED.engine.device is Device.cpu else 1
+
+
+def get_training_gpus(wildcards):
+    """As for a job, by the training's own device: experiments that share it agree."""
+    on_cpu = TRAINED and COMPOSED.drafter.train.device is Device.cpu
+    return 0 if on_cpu else 1
 
 
 def get_bench_threads(wildcards):

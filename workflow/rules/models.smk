@@ -17,6 +17,7 @@ rule models_config:
 rule prepare:
     input:
         config=f"results/{EXPERIMENT}/models/config.yaml",
+        trained=get_trained_drafter,
     output:
         target=f"results/{EXPERIMENT}/models/target.json",
         drafter=f"results/{EXPERIMENT}/models/drafter.json",
@@ -26,5 +27,7 @@ rule prepare:
         "../../environment.yml"
     params:
         out=subpath(output.target, parent=True),
+        trained=f"--trained {TRAINING}/drafter" if TRAINED else "",
     shell:
-        "dspark prepare --config {input.config} --out {params.out} 2>&1 | tee {log}"
+        "dspark prepare --config {input.config} {params.trained} --out {params.out}"
+        " 2>&1 | tee {log}"

@@ -1,4 +1,4 @@
-"""The table, a pure function of the summaries, and the mirror of the cells in MLflow."""
+"""The table, a pure function of the summaries, and the mirror of cells and training in MLflow."""
 
 
 rule table:
@@ -36,6 +36,7 @@ rule track:
         config=f"results/{EXPERIMENT}/tracking.yaml",
         table=f"results/{EXPERIMENT}/table.md",
         summaries=SUMMARIES,
+        trained=get_trained_drafter,
     output:
         f"results/{EXPERIMENT}/mlflow.json",
     log:
@@ -44,6 +45,7 @@ rule track:
         "../../environment.yml"
     params:
         results=subpath(input.table, parent=True),
+        training=f"--training {TRAINING}" if TRAINED else "",
     shell:
-        "dspark track {params.results} {input.summaries} --config {input.config}"
+        "dspark track {params.results} {input.summaries} --config {input.config} {params.training}"
         " --out {output} 2>&1 | tee {log}"

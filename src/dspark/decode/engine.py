@@ -98,10 +98,10 @@ def _policy(
     """
     if drafter is None or (curve is None and threshold == 0):
         return None
-    temperatures = drafter.temperatures
+    temperatures, shifts = drafter.temperatures, drafter.shifts
 
     def decide(draft: Draft) -> Tensor:
-        logits = apply_temperatures(draft.confidence, temperatures)
+        logits = apply_temperatures(draft.confidence, temperatures, shifts)
         if curve is not None:
             return schedule(logits.sigmoid(), curve)
         return confident_prefix(logits, threshold)

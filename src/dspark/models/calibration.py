@@ -1,9 +1,9 @@
-"""The calibration of a drafter's confidence head: one temperature for each position of the block.
+"""The calibration of a drafter's confidence head: a shift and a temperature for each position.
 
-The confidence of position t is sigmoid(logit / T_t); the running product of the confidences up to t
-is the probability that the whole draft up to t survives. `calibration.json` lies beside a
-checkpoint's config.json. Only its key "temperatures" is needed, so a file that holds nothing else, as
-SGLang reads and writes it, loads as well.
+The confidence of position t is sigmoid((logit + shift_t) / T_t); the running product of the
+confidences up to t is the probability that the whole draft up to t survives. `calibration.json` lies
+beside a checkpoint's config.json. Only its key "temperatures" is needed, so a file that holds nothing
+else, as SGLang reads and writes it, loads as well.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Calibration:
     """
 
     temperatures: list[float]
+    shifts: list[float] = field(default_factory=list)  # of logits; none: 0
     ece_before: list[float] = field(default_factory=list)  # all temperatures 1; a fraction, 0..1
     ece_after: list[float] = field(default_factory=list)
     blocks: int = 0  # measured blocks
@@ -47,9 +48,14 @@ class Calibration:
     curves_after: list[Curve] = field(default_factory=list)
 
 
-def apply_temperatures(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Confidence logits [..., k] divided by the temperature of their position; k <= block_size."""
-    return logits / logits.new_tensor(temperatures[: logits.shape[-1]])
+def apply_temperatures(
+    logits: Tensor, temperatures: Sequence[float], shifts: Sequence[float] = ()
+) -> Tensor:
+    """Confidence logits [..., k], shifted and divided as their position asks; k <= block_size."""
+    k = logits.shape[-1]
+    if shifts:
+        logits = logits + logits.new_tensor(shifts[:k])
+    return logits / logits.new_tensor(temperatures[:k])
 
 
 def write_calibration(folder: str | Path, calibration: Calibration) -> None:
@@ -94,6 +100,7 @@ def read_calibration(folder: str | Path, block_size: int | None = None) -> Calib
         raise _broken(file, f"gives {blocks!r} as its number of blocks")
     return Calibration(
         temperatures=temperatures,
+        shifts=_shifts(file, raw, positions),
         ece_before=_errors(file, raw, "ece_before", positions),
         ece_after=_errors(file, raw, "ece_after", positions),
         blocks=blocks,
@@ -119,6 +126,13 @@ def _temperatures(file: Path, values: Any) -> list[float]:
             raise _broken(
                 file, f"gives {value!r} as temperature {position}, which is no positive number"
             )
+    return [float(value) for value in values]
+
+
+def _shifts(file: Path, raw: dict[str, Any], positions: int) -> list[float]:
+    values = _one_a_position(file, raw, "shifts", positions)
+    if not all(_number(value) for value in values):
+        raise _broken(file, "holds a value in 'shifts' that is no number")
     return [float(value) for value in values]
 
 

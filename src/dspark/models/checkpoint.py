@@ -190,7 +190,7 @@ def load_drafter(path: str | Path, target: Target) -> DSparkDrafter:
         drafter.__dict__["lm_head"] = replace(target.head, weight=weight, bias=None, packed=None)
     measured = calibration.read_calibration(path, drafter.block_size)
     if measured is not None:
-        drafter.temperatures = measured.temperatures
+        drafter.temperatures, drafter.shifts = measured.temperatures, measured.shifts
     return drafter
 
 

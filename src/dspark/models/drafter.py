@@ -122,8 +122,9 @@ class DSparkDrafter(nn.Module):
         reduced = getattr(config, "draft_vocab_size", None)
         offsets = torch.zeros(reduced, dtype=torch.long) if reduced else None
         self.register_buffer("d2t", offsets)
-        # One for each position: confidence is sigmoid(logit / temperature); see train/calibrate.py.
+        # One for each position: confidence is sigmoid((logit + shift) / temperature).
         self.temperatures: list[float] = [1.0] * self.block_size
+        self.shifts: list[float] = []  # none: 0
         # Held outside the module tree: they are the target's parameters, not the drafter's.
         self.__dict__["embed_tokens"] = embed_tokens
         self.__dict__["lm_head"] = lm_head

@@ -116,7 +116,7 @@ def _read_cell(results_dir: Path, summary_path: Path) -> Cell:
         run=run_dir.name,
         files=(summary_path, config_path),
         digest=_sha256(_read(config_path), _read(summary_path)),
-        params=dict(_params(_cell_config(config_path, run_dir.name))),
+        params=dict(flat_params(_cell_config(config_path, run_dir.name))),
         metrics=dict(_metrics(_read_object(summary_path))),
         prompts=_prompts(dataset_dir / PROMPTS),
         git_sha=_provenance(environment_path, "git_sha"),
@@ -134,11 +134,11 @@ def _cell_config(path: Path, run: str) -> dict[str, Any]:
     return tree
 
 
-def _params(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat_params(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Flatten to dotted keys; values as in the YAML files, so that they serve as overrides."""
     for key, value in sorted(tree.items()):
         if isinstance(value, dict):
-            yield from _params(value, f"{prefix}{key}.")
+            yield from flat_params(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
 

@@ -1,4 +1,5 @@
-"""Mirror an experiment's results into MLflow: one parent run, one child run a cell.
+"""Mirror an experiment's results into MLflow: one parent run, one child run a cell, and a run for the
+training of its drafter, where there was one.
 
 The files under results/ stay the truth. Every run carries the digest of the files that it was made
 from, so tracking again finds what is there already, uploads what is new and hides what that
@@ -14,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +24,14 @@ from dspark.config import TrackingConfig
 from dspark.errors import UserError
 from dspark.files import write_text
 from dspark.tracking.execution import Cell, Execution, read_execution
+from dspark.tracking.training import Point, Training, read_training
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
 DIGEST_TAG = "dspark.digest"
+TRAINING_TAG = "training"
 PARENT_TAG = "mlflow.parentRunId"
 DESCRIPTION_TAG = "mlflow.note.content"
 METRICS_A_BATCH = 1000  # the most that a server takes in one request
@@ -55,6 +58,7 @@ def track(
     tracking: TrackingConfig,
     out: Path,
     summaries: Sequence[Path] | None = None,
+    training: Path | None = None,
 ) -> None:
     """Mirror results/<experiment> into MLflow and write the ids of its runs to `out`.
 
@@ -63,19 +67,26 @@ def track(
     call that are no part of this execution (superseded, dropped, or left behind by a crash) are
     soft-deleted once the new ones are complete.
 
-    `out` holds {"experiment_id", "parent": run id, "cells": {"<dataset>/<run>": run id}}, and its
-    bytes are the same as before when no file of the experiment has changed.
+    `training` is the folder of a training. Its run belongs to no experiment: those that share the
+    training share the run, and a folder of the same name replaces it when its files have changed.
+
+    `out` holds {"experiment_id", "parent": run id, "cells": {"<dataset>/<run>": run id}}, with
+    `training` also {"training": run id}, and its bytes are the same as before when no file of the
+    experiment has changed.
 
     Raises:
         UserError: a file is absent or malformed, the tracking store cannot be used, or `out` cannot
             be written.
     """
     execution = read_execution(results_dir, summaries)
+    trained = None if training is None else read_training(training)
     with _store_errors(tracking.uri, results_dir):
         client = _connect(tracking.uri)
         experiment_id = _experiment_id(client, tracking)
         parent, cells = _mirror(client, experiment_id, execution)
-    ids = {"experiment_id": experiment_id, "parent": parent, "cells": cells}
+        ids = {"experiment_id": experiment_id, "parent": parent, "cells": cells}
+        if trained is not None:
+            ids["training"] = _mirror_training(client, experiment_id, trained)
     write_text(out, json.dumps(ids, indent=2, sort_keys=True) + "\n")
 
 
@@ -133,7 +144,7 @@ def _mirror(
     client: MlflowClient, experiment_id: str, execution: Execution
 ) -> tuple[str, dict[str, str]]:
     """Bring the store up to date; return the parent's run id and each cell's."""
-    earlier = _runs(client, experiment_id, execution.experiment)
+    earlier = _runs(client, experiment_id, "experiment", execution.experiment)
     complete = _complete(earlier)
     finished_parent = complete.get((_PARENT, execution.digest))
     parent = finished_parent or _start_parent(client, experiment_id, execution)
@@ -154,14 +165,26 @@ def _mirror(
     return parent.info.run_id, cells
 
 
-def _runs(client: MlflowClient, experiment_id: str, experiment: str) -> list[Run]:
-    """Every run that tracking made for this experiment and that is not deleted, oldest first."""
+def _mirror_training(client: MlflowClient, experiment_id: str, training: Training) -> str:
+    """Bring the store up to date with a training; return its run id."""
+    earlier = _runs(client, experiment_id, TRAINING_TAG, training.folder)
+    finished = [run for run in earlier if run.info.status == "FINISHED"]
+    same = [run for run in finished if run.data.tags[DIGEST_TAG] == training.digest]
+    kept = same[0] if same else _upload_training(client, experiment_id, training)
+    for run in earlier:
+        if run.info.run_id != kept.info.run_id:
+            client.delete_run(run.info.run_id)
+    return kept.info.run_id
+
+
+def _runs(client: MlflowClient, experiment_id: str, tag: str, value: str) -> list[Run]:
+    """Every run that tracking made with this tag and that is not deleted, oldest first."""
+    quote = '"' if "'" in value else "'"
+    condition = f"tags.{tag} = {quote}{value}{quote}"
     runs: list[Run] = []
     token = None
     while True:
-        page = client.search_runs(
-            [experiment_id], f"tags.experiment = '{experiment}'", page_token=token
-        )
+        page = client.search_runs([experiment_id], condition, page_token=token)
         runs += page
         token = page.token
         if not token:
@@ -222,7 +245,8 @@ def _upload_cell(client: MlflowClient, parent: Run, experiment: str, cell: Cell)
         DIGEST_TAG: cell.digest,
     }
     run = client.create_run(parent.info.experiment_id, run_name=cell.name, tags=tags)
-    _log_numbers(client, run, cell)
+    points = (Point(0, metric, value) for metric, value in cell.metrics.items())
+    _log_numbers(client, run, points, cell.params)
     _log_dataset(client, run.info.run_id, cell)
     for path in cell.files:
         client.log_artifact(run.info.run_id, str(path))
@@ -230,15 +254,31 @@ def _upload_cell(client: MlflowClient, parent: Run, experiment: str, cell: Cell)
     return run
 
 
-def _log_numbers(client: MlflowClient, run: Run, cell: Cell) -> None:
+def _upload_training(client: MlflowClient, experiment_id: str, training: Training) -> Run:
+    tags = {
+        TRAINING_TAG: training.folder,
+        "drafter": training.drafter,
+        DIGEST_TAG: training.digest,
+    }
+    run = client.create_run(experiment_id, run_name=training.name, tags=tags)
+    _log_numbers(client, run, training.points, training.params)
+    for path in training.files:
+        client.log_artifact(run.info.run_id, str(path))
+    client.set_terminated(run.info.run_id)
+    return run
+
+
+def _log_numbers(
+    client: MlflowClient, run: Run, points: Iterable[Point], params: Mapping[str, str]
+) -> None:
     from mlflow.entities import Metric, Param
 
-    metrics = [Metric(key, x, run.info.start_time, 0) for key, x in cell.metrics.items()]
-    params = [Param(key, text) for key, text in cell.params.items()]
+    metrics = [Metric(name, value, run.info.start_time, step) for step, name, value in points]
+    texts = [Param(key, text) for key, text in params.items()]
     for start in range(0, len(metrics), METRICS_A_BATCH):
         client.log_batch(run.info.run_id, metrics=metrics[start : start + METRICS_A_BATCH])
-    for start in range(0, len(params), PARAMS_A_BATCH):
-        client.log_batch(run.info.run_id, params=params[start : start + PARAMS_A_BATCH])
+    for start in range(0, len(texts), PARAMS_A_BATCH):
+        client.log_batch(run.info.run_id, params=texts[start : start + PARAMS_A_BATCH])
 
 
 def _log_dataset(client: MlflowClient, run_id: str, cell: Cell) -> None:

@@ -6,6 +6,7 @@ of very different loudness, what usually follows a token, and looking at the nea
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,12 +14,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from dspark.config import DrafterShape, TrainConfig
-from dspark.models.checkpoint import check_fits
+from dspark.config import DrafterShape
+from dspark.models.checkpoint import check_fits, use_draft_vocabulary
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
-from dspark.train.blocks import target_states
-from dspark.train.synthesize import Conversation
+from dspark.train.states import target_states
 
 LOCAL_PAIRS = 10  # rotary pairs (of 32) that draw attention to the nearest tokens at the start
 LOUD = 4.0  # against the random part of queries and keys, whose entries are about 0.5
@@ -34,11 +34,47 @@ def spread_layers(count: int, num_layers: int) -> list[int]:
     return sorted({round(first + (last - first) * i / (count - 1)) for i in range(count)})
 
 
-def new_drafter(shape: DrafterShape, target: Target, seed: int) -> DSparkDrafter:
+def new_drafter(
+    shape: DrafterShape, target: Target, seed: int, draft_ids: Tensor | None = None
+) -> DSparkDrafter:
     """A drafter with random weights for `target`: float32, on the target's device.
 
     The Markov bias is zero: the draft is the parallel one alone.
+
+    Args:
+        draft_ids: target ids to draft from [Vd], ascending; None for all.
+
+    Raises:
+        UserError: as `check_shape`.
     """
+    config = _config(shape, target, None if draft_ids is None else len(draft_ids))
+    torch.manual_seed(seed)
+    drafter = DSparkDrafter(config, target.embed, target.head)
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+    drafter.to(target.device)
+    if draft_ids is not None:
+        d2t = draft_ids.to(target.device) - torch.arange(len(draft_ids), device=target.device)
+        use_draft_vocabulary(drafter, target, d2t, "new drafter")
+    return drafter
+
+
+def check_shape(shape: DrafterShape, target: Target) -> None:
+    """Refuse a shape of which no drafter for `target` can be made, without making one.
+
+    Raises:
+        UserError: a tapped layer, the mask token or the Markov head cannot be.
+    """
+    config = _config(shape, target, None)
+    with torch.device("meta"):
+        DSparkDrafter(config, target.embed, target.head)
+
+
+def _config(shape: DrafterShape, target: Target, draft_vocab_size: int | None) -> Qwen3Config:
     source = target.config
     heads = source.num_attention_heads
     fields: dict[str, Any] = dict(
@@ -65,17 +101,11 @@ def new_drafter(shape: DrafterShape, target: Target, seed: int) -> DSparkDrafter
         enable_confidence_head=True,
         confidence_head_with_markov=shape.confidence_head_with_markov,
     )
+    if draft_vocab_size is not None:
+        fields["draft_vocab_size"] = draft_vocab_size
     config = Qwen3Config(**fields)
     check_fits(config, target, "new drafter")
-    torch.manual_seed(seed)
-    drafter = DSparkDrafter(config, target.embed, target.logits)
-    for module in drafter.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=config.initializer_range)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    nn.init.zeros_(drafter.markov_head.markov_w2.weight)
-    return drafter.to(target.device)
+    return config
 
 
 def _rope_theta(config: Qwen3Config) -> float:
@@ -107,7 +137,7 @@ def start_from_bigrams(
     directions = directions[: drafter.markov_head.rank].T  # [D, r], or fewer columns
     width = directions.shape[1]
     left = (known - mean) @ directions
-    right = target.lm_head.weight.float() @ directions
+    right = drafter.lm_head.weight.float() @ directions
     balance = (left.std() / right.std()).sqrt()
     drafter.markov_head.markov_w1.weight[:, :width] = left / balance
     drafter.markov_head.markov_w2.weight[:, :width] = right * balance
@@ -155,27 +185,19 @@ def ones_direction(x: Tensor) -> Tensor:
     return torch.linalg.solve(gram, x.sum(0))
 
 
-@torch.no_grad()
-def sample_taps(target: Target, layers: list[int], sample: list[Conversation]) -> Tensor:
-    """Taps [N, M*D] of all tokens of some conversations but their first ones, float32.
+def tap_scale(taps: Tensor) -> Tensor:
+    """The typical magnitude of each channel of some taps [N, M*D]: what training divides taps by.
 
-    Their typical magnitude by channel is what training divides taps by: a target's residual stream
-    has channels, and a first token that serves as attention sink, thousands of times louder than the
-    rest, which would drown what the context features should carry.
+    A target's residual stream has channels, and a first token that serves as attention sink,
+    thousands of times louder than the rest, which would drown what the context features should carry.
     """
-    taps = []
-    for item in sample:
-        ids = torch.tensor([item.prompt_ids + item.response_ids], device=target.device)
-        taps.append(target_states(target, ids, layers)[1][0, 1:])
-    return torch.cat(taps).float()
+    return taps.float().abs().median(0).values.clamp_min(1e-3)
 
 
-def fold_tap_scale(
-    drafter: DSparkDrafter, target: Target, config: TrainConfig, scale: Tensor
-) -> DSparkDrafter:
-    """A drafter that reads raw taps, of one that was trained on taps / scale."""
-    folded = new_drafter(config.shape, target, config.seed)
-    folded.load_state_dict(drafter.state_dict())
+def fold_tap_scale(drafter: DSparkDrafter, scale: Tensor) -> DSparkDrafter:
+    """A copy that reads raw taps, of a drafter that was trained on taps / scale."""
+    shared = {id(part): part for part in (drafter.embed_tokens, drafter.lm_head)}  # the target's
+    folded = copy.deepcopy(drafter, shared)
     with torch.no_grad():
         folded.fc.weight.div_(scale)
     return folded

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -39,9 +39,19 @@ class Conversation:
 
 
 def read_conversations(path: str | Path) -> list[Conversation]:
-    """Read what `synthesize` wrote; a last line cut short by a kill is left out."""
+    """Read what `synthesize` wrote; a last line cut short by a kill is left out.
+
+    Raises:
+        UserError: the file is absent or cannot be read.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"conversations '{path}' cannot be read ({error}): synthesise them first"
+        ) from error
     conversations = []
-    for line in Path(path).read_text().splitlines():
+    for line in lines:
         try:
             conversations.append(Conversation(**json.loads(line)))
         except ValueError:
@@ -49,10 +59,14 @@ def read_conversations(path: str | Path) -> list[Conversation]:
     return conversations
 
 
-def openers() -> list[str]:
-    """The first words of user turns, one a line; `\\n` in the file is a line break."""
+def openers() -> list[tuple[str, str]]:
+    """What user turns begin and end with, a pair a line of openers.txt.
+
+    `…` stands where the target writes (at the end when it is absent); `\\n` is a line break.
+    """
     text = (files("dspark") / "assets" / "train" / "openers.txt").read_text()
-    return [line.replace("\\n", "\n") for line in text.splitlines() if line.strip()]
+    parts = [line.replace("\\n", "\n").partition("…") for line in text.splitlines() if line.strip()]
+    return [(opener.rstrip(" "), closer.lstrip(" ")) for opener, _, closer in parts]
 
 
 def synthesize(
@@ -63,31 +77,67 @@ def synthesize(
     prompts: int,
     max_new_tokens: int,
     seed: int,
+    own: Sequence[str] = (),
+    forbidden: Iterable[str] = (),
     concurrency: int = 64,
 ) -> None:
-    """Append conversations to `out` until it holds `prompts` of them. Seeded and resumable.
+    """Write `prompts` conversations to `out`: first the answers to `own` prompts, then the target's.
+
+    Seeded and resumable: until it is whole, the file is called `out`.part.
+
+    Args:
+        forbidden: prompts that must not be trained on, as those of an evaluation.
 
     Raises:
-        UserError: the target writes nothing that can be used.
+        UserError: the target writes nothing that can be used; an own prompt is forbidden.
     """
+    if out.exists() and len(read_conversations(out)) >= prompts:
+        return
+    part = out.with_name(out.name + ".part")
+    if out.exists():
+        out.replace(part)
+    _extend(target, tokenizer, part, prompts, max_new_tokens, seed, own, forbidden, concurrency)
+    part.replace(out)
+
+
+def _extend(
+    target: Target,
+    tokenizer: ChatTokenizer,
+    out: Path,
+    prompts: int,
+    max_new_tokens: int,
+    seed: int,
+    own: Sequence[str],
+    forbidden: Iterable[str],
+    concurrency: int,
+) -> None:
     if out.exists():
         _drop_cut_line(out)
     done = read_conversations(out) if out.exists() else []
-    seen = {normalise(item.user) for item in done}
+    seen = {normalise(text) for text in forbidden}
+    for text in own:
+        if normalise(text) in seen:
+            raise UserError(f"prompt {text[:60]!r} is one of an evaluation set: do not train on it")
+    seen |= {normalise(item.user) for item in done}
     capacity = min(512 + max_new_tokens, target.max_positions)
     engine = Engine(target, concurrency=concurrency, capacity=capacity)
-    chunk = int(done[-1].id.split("/")[0]) + 1 if done else 0
-    barren = 0
+    written = [int(item.id.split("/")[0]) for item in done if not item.id.startswith("own/")]
+    chunk, barren = max(written, default=-1) + 1, 0
+    mine = {f"own/{i}": text for i, text in enumerate(own) if normalise(text) not in seen}
+    seen |= {normalise(text) for text in own}
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as handle, tqdm(total=prompts, initial=len(done), unit="prompt") as bar:
+        for conversation in _answer(engine, tokenizer, mine, max_new_tokens):
+            handle.write(json.dumps(asdict(conversation)) + "\n")
+            bar.update()
         while bar.n < prompts:
-            users = [
-                user
-                for user in _write_users(engine, tokenizer, chunk, seed)
-                if normalise(user) not in seen and not seen.add(normalise(user))  # type: ignore[func-returns-value]
-            ]
+            users: dict[str, str] = {}
+            for user in _write_users(engine, tokenizer, chunk, seed):
+                if normalise(user) not in seen:
+                    seen.add(normalise(user))
+                    users[f"{chunk}/{len(users)}"] = user
             before = bar.n
-            for conversation in _answer(engine, tokenizer, users, chunk, max_new_tokens):
+            for conversation in _answer(engine, tokenizer, users, max_new_tokens):
                 handle.write(json.dumps(asdict(conversation)) + "\n")
                 bar.update()
             handle.flush()
@@ -115,29 +165,32 @@ def _write_users(engine: Engine, tokenizer: ChatTokenizer, chunk: int, seed: int
         return Request(
             name,
             turn,
-            tokenizer.open_user_turn(opener[name]),
+            tokenizer.open_user_turn(opener[name][0]),
             PROMPT_TOKENS,
             Sampling(temperature=1.0, seed=seed),
             tokenizer.eos_ids,
         )
 
     for row in closed_loop(engine, [(name, 1) for name in names], request):
-        text = opener[row.request.prompt_id] + tokenizer.decode(row.output)
+        begin, end = opener[row.request.prompt_id]
+        text = (begin + tokenizer.decode(row.output)).strip()
         if row.finish_reason == "stop" and acceptable(text):
-            yield text.strip()
+            yield text.removesuffix(end) + end
 
 
 def _answer(
-    engine: Engine, tokenizer: ChatTokenizer, users: list[str], chunk: int, max_new_tokens: int
+    engine: Engine, tokenizer: ChatTokenizer, users: Mapping[str, str], max_new_tokens: int
 ) -> Iterator[Conversation]:
+    """Greedy answers to the user turns, by conversation id."""
+
     def request(name: str, turn: int, _answers: list[list[int]]) -> Request:
-        ids = tokenizer.encode_turn([users[int(name)]], [], chat=True)
+        ids = tokenizer.encode_turn([users[name]], [], chat=True)
         return Request(name, turn, ids, max_new_tokens, Sampling(), tokenizer.eos_ids)
 
-    for row in closed_loop(engine, [(str(i), 1) for i in range(len(users))], request):
+    for row in closed_loop(engine, [(name, 1) for name in users], request):
         if len(row.output) >= 8:  # too short to hold a block
             name = row.request.prompt_id
-            yield Conversation(f"{chunk}/{name}", users[int(name)], row.request.tokens, row.output)
+            yield Conversation(name, users[name], row.request.tokens, row.output)
 
 
 def acceptable(text: str) -> bool:

@@ -1,172 +1,304 @@
-"""A minimal trainer: the target is frozen and run along, blocks are drawn from its own responses."""
+"""Fitting a drafter to cached states: batches, steps, validation, resuming, several devices.
+
+Everything random is a function of the seed and the step's number, and a checkpoint holds the weights
+and the optimizer's state in float32, so a killed run goes on to the very weights that it would have
+reached undisturbed. Under `torchrun` each process takes its share of a step's passes (DDP).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import sys
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from dspark.config import TrainConfig
+from dspark.config import LearningRate, TrainConfig, digest
 from dspark.errors import UserError
 from dspark.models.checkpoint import save_drafter
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
-from dspark.train.blocks import Blocks, block_hidden, flatten_slots, make_blocks, target_states
-from dspark.train.loss import Losses, dspark_loss
+from dspark.train.blocks import Batch, block_hidden, draw_anchors, flatten_slots, make_batch
+from dspark.train.cache import StateCache
+from dspark.train.curve import Curve
+from dspark.train.evaluate import draft_response, walk
+from dspark.train.loss import dspark_loss
+from dspark.train.resume import Progress, load_progress, save_progress
 from dspark.train.start import (
     fold_tap_scale,
     new_drafter,
-    sample_taps,
     start_from_bigrams,
     start_local,
+    tap_scale,
 )
-from dspark.train.synthesize import Conversation
+
+SAMPLE = 16  # conversations whose taps the start is set by
+SHOWN_K = (3, 7)  # accept lengths that validation reports
 
 
-def candidate_tokens(
-    labels: Tensor, frequent: Tensor, count: int, vocab: int, generator: torch.Generator
-) -> Tensor:
-    """The tokens [C] that a step's distributions range over, sorted; all of them when count is 0.
+class BlockLoss(nn.Module):
+    """A drafter with its losses: one module to call in a step, alone or under DDP.
 
-    On a CPU the logits of a large vocabulary are most of a step's work, and nearly all probability
-    lies on few tokens: half the candidates are the most frequent ones of the training text, half a
-    fresh random sample, so that every token is still pushed down now and then; the batch's own
-    labels are always among them. Both distributions are renormalised over the candidates.
+    Args:
+        scale: what taps are divided by [M*D], see `tap_scale`.
     """
-    if count == 0 or count >= vocab:
-        return torch.arange(vocab, device=labels.device)
-    random = torch.randint(vocab, (count // 2,), generator=generator)
-    chosen = torch.cat([frequent[: count - count // 2], random, labels.cpu()]).unique()
-    return chosen.to(labels.device)
+
+    scale: Tensor
+    to_draft: Tensor  # [V] draft token of each of the target's, -1 where there is none
+
+    def __init__(self, drafter: DSparkDrafter, config: TrainConfig, scale: Tensor) -> None:
+        super().__init__()
+        self.drafter, self.config = drafter, config
+        # No gradient passes a packed head.
+        self.head = replace(drafter.lm_head, packed=None)
+        self.register_buffer("scale", scale)
+        draft_ids = drafter.draft_ids
+        known = torch.full((drafter.config.vocab_size,), -1, device=draft_ids.device)
+        known[draft_ids] = torch.arange(len(draft_ids), device=draft_ids.device)
+        self.register_buffer("to_draft", known)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """[4]: the total, which carries the gradient, then CE, L1 and confidence."""
+        drafter, head = self.drafter, self.head
+        hidden = block_hidden(drafter, batch, batch.taps.float() / self.scale)
+        slots = flatten_slots(drafter, hidden, batch)
+        # The frozen LM head runs in the target's dtype.
+        base = head(slots.hidden.to(head.weight.dtype)).float()
+        draft_logits = base + drafter.markov_head.bias(slots.latents)
+        with torch.no_grad():
+            target_logits = head(slots.teacher.to(head.weight.dtype))
+        losses = dspark_loss(
+            draft_logits,
+            target_logits,
+            slots.logz,
+            drafter.confidence_logits(slots.hidden, slots.previous),
+            self.to_draft[slots.labels],
+            torch.exp(-slots.offsets / self.config.decay),
+            self.config,
+        )
+        return torch.stack([losses.total, losses.ce, losses.l1, losses.confidence])
 
 
-def frequent_tokens(conversations: list[Conversation], vocab: int) -> Tensor:
-    """All token ids [V], the most frequent in the responses first."""
-    ids = torch.tensor([token for item in conversations for token in item.response_ids])
-    return torch.bincount(ids, minlength=vocab).argsort(descending=True, stable=True)
+@dataclass
+class World:
+    """The processes that train together."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def join(cls, device: torch.device) -> World:
+        """Join the processes that torchrun started; alone without it."""
+        if "WORLD_SIZE" not in os.environ:
+            return cls(0, 1)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # else NCCL takes device 0 for what is not a tensor
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return cls(dist.get_rank(), dist.get_world_size())
 
 
-def train_step(
-    drafter: DSparkDrafter,
-    target: Target,
-    blocks: Blocks,
-    config: TrainConfig,
-    frequent: Tensor,
-    generator: torch.Generator,
-    tap_scale: Tensor | float = 1.0,
-) -> Losses:
-    """Losses of one batch; gradients are left on the drafter's parameters.
-
-    The drafter reads taps / tap_scale: see `sample_taps`.
-    """
-    blocks = blocks.to(target.device)
-    states, taps = target_states(target, blocks.ids, drafter.target_layer_ids)
-    hidden = block_hidden(drafter, taps.float() / tap_scale, blocks)
-    slots = flatten_slots(drafter, hidden, states, blocks, config.decay)
-    tokens = candidate_tokens(
-        slots.labels, frequent, config.candidates, target.vocab_size, generator
-    )
-    # The frozen LM head runs in the target's dtype.
-    base = target.logits(slots.hidden.to(target.dtype), tokens).float()
-    draft_logits = base + drafter.markov_head.bias(slots.latents, tokens)
-    with torch.no_grad():
-        target_logits = target.logits(slots.teacher, tokens)
-    confidence = drafter.confidence_logits(slots.hidden, slots.previous)
-    labels = torch.searchsorted(tokens, slots.labels)
-    losses = dspark_loss(draft_logits, target_logits, confidence, labels, slots.weights, config)
-    losses.total.backward()
-    return losses
+def frequent_tokens(cache: StateCache, indices: range, vocab: int) -> Tensor:
+    """All token ids [V], the most frequent in these conversations' responses first."""
+    counts = torch.zeros(vocab, dtype=torch.long)
+    for index in indices:
+        counts += torch.bincount(cache.response_ids(index), minlength=vocab)
+    return counts.argsort(descending=True, stable=True)
 
 
-@torch.no_grad()
-def validate(
-    drafter: DSparkDrafter, target: Target, held_out: list[Conversation], config: TrainConfig
-) -> list[float]:
-    """Share of blocks whose greedy draft agrees with the target up to each position (unconditional)."""
-    generator = torch.Generator().manual_seed(config.seed)
-    matched = torch.zeros(drafter.block_size)
-    count = torch.zeros(drafter.block_size)
-    for start in range(0, len(held_out), config.batch):
-        batch = held_out[start : start + config.batch]
-        blocks = make_blocks(batch, config.anchors, drafter.block_size, generator)
-        blocks = blocks.to(target.device)
-        states, taps = target_states(target, blocks.ids, drafter.target_layer_ids)
-        hidden = block_hidden(drafter, taps.float(), blocks)
-        slots = flatten_slots(drafter, hidden, states, blocks, config.decay)
-        logits = target.logits(slots.hidden.to(target.dtype)).float()
-        logits = logits + drafter.markov_head.bias(slots.latents)
-        agree = torch.zeros_like(blocks.valid)
-        agree[blocks.valid] = logits.argmax(-1) == slots.labels
-        whole = blocks.valid.all(-1)
-        matched += agree[whole].long().cumprod(-1).sum(0).cpu()
-        count += int(whole.sum())
-    return (matched / count.clamp_min(1)).tolist()
+def _draft_ids(frequent: Tensor, size: int) -> Tensor | None:
+    """The draft vocabulary [size]: the most frequent tokens, ascending; None for all of them."""
+    return frequent[:size].sort().values if 0 < size < len(frequent) else None
 
 
 def learning_rate(step: int, steps: int, config: TrainConfig) -> float:
-    """Linear warm-up, then cosine to 0."""
+    """Linear warm-up, then cosine to 0 or constant."""
     warmup = max(1, round(config.warmup * steps))
     if step < warmup:
         return config.lr * (step + 1) / warmup
+    if config.schedule is LearningRate.constant:
+        return config.lr
     return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def train(
-    target: Target, conversations: list[Conversation], config: TrainConfig, out: Path
-) -> list[float]:
-    """Train a drafter and write it to `out`; returns the last validation's acceptance by position.
+def step_batches(
+    cache: StateCache,
+    training: range,
+    config: TrainConfig,
+    step: int,
+    world: World,
+) -> Iterator[Batch]:
+    """The batches of one step that this process runs.
+
+    Pass number n of the whole training takes its conversations from a shuffled epoch and draws its
+    anchors, both by n alone: the same passes make a step, however many processes share them.
+    """
+    per_epoch = len(training) // config.batch
+    for turn in range(config.accumulate):
+        number = (step * config.accumulate + turn) * world.size + world.rank
+        epoch, place = divmod(number, per_epoch)
+        order = torch.randperm(len(training), generator=_generator(config.seed, "epoch", epoch))
+        chosen = order[place * config.batch : (place + 1) * config.batch].tolist()
+        generator = _generator(config.seed, "anchors", number)
+        items = [cache[training[index]] for index in chosen]
+        anchors = [draw_anchors(item, config.anchors, generator) for item in items]
+        yield make_batch(items, anchors, config.shape.block_size)
+
+
+def _generator(seed: int, purpose: str, number: int) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def fit(target: Target, cache: StateCache, config: TrainConfig, out: Path) -> None:
+    """Train a drafter on the cached states of `target`; resumes what a kill left in `out`.
+
+    Writes to `out`: best/ (the best drafter so far by accept length on held-out responses), curve.jsonl
+    (losses, rates and validations by step) and progress.safetensors (what resuming needs). The first
+    `held_out` conversations validate, the next `calibration` ones are left for calibration.
 
     Raises:
-        UserError: too few conversations for the held-out ones and one batch.
+        UserError: too few conversations for these and one step.
     """
-    held_out, rest = conversations[: config.held_out], conversations[config.held_out :]
-    if len(rest) < config.batch:
+    world = World.join(target.device)
+    training = range(config.held_out + config.calibration, len(cache))
+    share = config.accumulate * world.size
+    if len(training) < config.batch * share:
         raise UserError(
-            f"{len(conversations)} conversations are too few: held_out takes {config.held_out} and "
-            f"a batch {config.batch}; synthesise more prompts, or lower held_out or batch"
+            f"{len(cache)} conversations are too few: held_out takes {config.held_out}, calibration "
+            f"{config.calibration} and a step {config.batch * share}; synthesise more "
+            "(drafter.train.prompts), or lower these"
         )
-    drafter = new_drafter(config.shape, target, config.seed)
-    layers, sample = drafter.target_layer_ids, rest[:16]
-    scale = sample_taps(target, layers, sample).abs().median(0).values.clamp_min(1e-3)
+    steps = max(1, round(config.epochs * (len(training) // config.batch) / share))
+    frequent = frequent_tokens(cache, training, target.vocab_size)
+    draft_ids = _draft_ids(frequent, config.shape.draft_vocab_size)
+    drafter = new_drafter(config.shape, target, config.seed, draft_ids)
+    taps = torch.cat([cache[index].taps[1:] for index in training[:SAMPLE]])
+    taps = taps.to(target.device).float()
+    scale = tap_scale(taps)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.lr, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(config.seed)
-    steps = max(1, round(config.epochs * len(rest) / config.batch))
-    batches = _batches(rest, config.batch, generator)
-    frequent = frequent_tokens(rest, target.vocab_size)
-    start_from_bigrams(drafter, target, frequent)
-    start_local(drafter, sample_taps(target, layers, sample) / scale, frequent)
-    acceptance: list[float] = []
-    with tqdm(total=steps, unit="step") as bar:
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, config)
-            blocks = make_blocks(next(batches), config.anchors, drafter.block_size, generator)
-            losses = train_step(drafter, target, blocks, config, frequent, generator, scale)
-            nn.utils.clip_grad_norm_(drafter.parameters(), config.grad_clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            if (step + 1) % config.validate_every == 0 or step + 1 == steps:
-                finished = fold_tap_scale(drafter, target, config, scale)
-                acceptance = validate(finished, target, held_out, config)
-                save_drafter(finished, out, torch.bfloat16)
-                shown = " ".join(f"{share:.3f}" for share in acceptance)
-                tqdm.write(f"step {step + 1}: accept by position {shown}")
-            bar.set_postfix(
-                ce=f"{losses.ce:.3f}", l1=f"{losses.l1:.3f}", conf=f"{losses.confidence:.3f}"
-            )
-            bar.update()
-    return acceptance
+    run = f"{cache.fingerprint}/{digest(config)}/{world.size}"
+    progress = load_progress(out, run, drafter, optimizer)
+    if progress.step == 0:
+        start_from_bigrams(drafter, target, frequent)
+        start_local(drafter, taps / scale, frequent)
+    model: nn.Module = BlockLoss(drafter, config, scale)
+    if world.size > 1:
+        model = DistributedDataParallel(model)
+    curve = Curve(out / "curve.jsonl", progress.step) if world.rank == 0 else None
+    bar = tqdm(
+        total=steps,
+        initial=progress.step,
+        unit="step",
+        desc="fit",
+        disable=world.rank > 0,
+        mininterval=1.0 if sys.stderr.isatty() else 10.0,
+    )
+    while progress.step < steps and not _stopped(progress, config):
+        begun = time.perf_counter()
+        rate = learning_rate(progress.step, steps, config)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batches = step_batches(cache, training, config, progress.step, world)
+        terms, tokens = train_step(model, optimizer, batches, config, target.device)
+        progress.step += 1
+        seen = tokens * world.size / (time.perf_counter() - begun)
+        values = dict(zip(("ce", "l1", "confidence"), terms.tolist()[1:], strict=True))
+        bar.set_postfix_str(
+            " ".join(f"{name} {value:.3f}" for name, value in values.items())
+            + f" {seen:.0f} tok/s",
+            refresh=False,
+        )
+        bar.update()
+        if curve is not None:
+            curve.add(progress.step, **values, lr=rate, tokens_per_s=seen)
+        if progress.step % config.validate_every == 0 or progress.step == steps:
+            if curve is not None:
+                _validate(fold_tap_scale(drafter, scale), cache, config, out, progress, curve)
+                save_progress(out, progress, drafter, optimizer)
+            progress = _agreed(progress, world)
+    bar.close()
 
 
-def _batches(
-    conversations: list[Conversation], size: int, generator: torch.Generator
-) -> Iterator[list[Conversation]]:
-    """Shuffled batches, epoch after epoch."""
-    while True:
-        order = torch.randperm(len(conversations), generator=generator).tolist()
-        for start in range(0, len(order) - size + 1, size):
-            yield [conversations[i] for i in order[start : start + size]]
+def _stopped(progress: Progress, config: TrainConfig) -> bool:
+    return 0 < config.patience <= progress.stale
+
+
+def _agreed(progress: Progress, world: World) -> Progress:
+    """The first process's progress, on all of them: it alone validates."""
+    if world.size == 1:
+        return progress
+    shared = [progress]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def _validate(
+    drafter: DSparkDrafter,
+    cache: StateCache,
+    config: TrainConfig,
+    out: Path,
+    progress: Progress,
+    curve: Curve,
+) -> None:
+    """Measure acceptance on the held-out responses; keep the drafter when it is the best so far."""
+    drafts = [draft_response(drafter, cache[index]) for index in range(config.held_out)]
+    shown: dict[str, float] = {}
+    for k in sorted({min(k, drafter.block_size) for k in SHOWN_K}):
+        acceptance = walk(drafts, k)
+        shown[f"accept_len_k{k}"] = acceptance.accept_len
+        for t in range(k):
+            shown[f"accept_p{t + 1}_k{k}"] = acceptance.unconditional[t]
+            shown[f"accept_given_p{t + 1}_k{k}"] = acceptance.conditional[t]
+    curve.add(progress.step, **shown)
+    lengths = [name for name in shown if name.startswith("accept_len")]
+    positions = [shown[f"accept_p{t + 1}_k{k}"] for t in range(k)]
+    tqdm.write(
+        f"step {progress.step}: "
+        + ", ".join(f"{name} {shown[name]:.3f}" for name in lengths)
+        + "; accept by position "
+        + " ".join(f"{share:.1%}" for share in positions),
+        file=sys.stderr,
+    )
+    best = shown[lengths[0]]
+    progress.stale += 1
+    if best > progress.best:
+        progress.best, progress.stale = best, 0
+        save_drafter(drafter, out / "best", torch.bfloat16)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Batch],
+    config: TrainConfig,
+    device: torch.device,
+) -> tuple[Tensor, int]:
+    """One optimizer step over `accumulate` passes; the mean terms [4], and tokens that went in."""
+    terms, tokens = torch.zeros(4, device=device), 0
+    for turn, batch in enumerate(batches):
+        last = turn + 1 == config.accumulate
+        several = isinstance(model, DistributedDataParallel)
+        with (
+            # Gradients are shared in the last pass alone.
+            model.no_sync() if several and not last else nullcontext(),  # type: ignore[operator]
+            torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"),
+        ):
+            losses = model(batch.to(device)) / config.accumulate
+            losses[0].backward()
+        terms += losses.detach()
+        tokens += batch.ids.numel()
+    nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return terms, tokens

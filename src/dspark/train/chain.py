@@ -1,0 +1,138 @@
+"""The chain that makes a drafter: synthesise -> cache -> fit -> calibrate, all in one folder.
+
+Each stage reads what the one before left there, goes on where a kill stopped it and changes nothing
+when it is done:
+
+    conversations.jsonl   what the target was asked and answered
+    cache/                its states
+    best/, curve.jsonl    the best drafter so far, and how training went
+    drafter/              the finished checkpoint with its calibration.json; reliability.png, .svg
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from dspark.config import ModelsConfig, TrainConfig
+from dspark.data.builtin import builtin_names, builtin_prompts
+from dspark.data.prompts import read_prompts
+from dspark.decode.environment import resolve_device, set_threads
+from dspark.errors import UserError, nearest
+from dspark.models.calibration import write_calibration
+from dspark.models.checkpoint import load_drafter
+from dspark.models.drafter import DSparkDrafter
+from dspark.models.prepare import prepare_target
+from dspark.models.target import Target, load_target
+from dspark.models.tokenizer import load_tokenizer
+from dspark.report.reliability import plot_reliability
+from dspark.train.cache import StateCache, write_cache
+from dspark.train.calibrate import calibrate
+from dspark.train.evaluate import draft_response, visited
+from dspark.train.start import check_shape, spread_layers
+from dspark.train.synthesize import read_conversations, synthesize
+from dspark.train.trainer import fit
+
+STAGES = ("synthesise", "cache", "fit", "calibrate")
+
+
+def run_chain(config: ModelsConfig, store: Path, out: Path, stage: str | None = None) -> None:
+    """Run one stage of the chain, or all.
+
+    Args:
+        store: where prepared targets lie.
+        out: the folder of this training.
+
+    Raises:
+        UserError: an unknown stage; a stage's input is missing; no drafter of this shape fits the
+            target.
+    """
+    if stage is not None and stage not in STAGES:
+        raise UserError(f"no training stage '{stage}': {nearest(stage, STAGES)}")
+    train = config.drafter.train
+    if train is None:
+        raise UserError(f"drafter '{config.drafter.name}' has no train settings")
+    set_threads(None)
+    prepared = prepare_target(config.target, store)
+    device = resolve_device(train.device)
+    if "LOCAL_RANK" in os.environ:
+        if stage != "fit":
+            raise UserError("under torchrun only the fit stage can run: add --stage fit")
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
+    target = load_target(prepared.path, device, getattr(torch, train.precision.value))
+    check_shape(train.shape, target)
+    target.pack()
+    out.mkdir(parents=True, exist_ok=True)
+    for name in STAGES if stage is None else (stage,):
+        if name == "synthesise":
+            _synthesise(target, prepared.path, train, out)
+        elif name == "cache":
+            _cache(target, train, out)
+        elif name == "fit":
+            fit(target, StateCache(out / "cache"), train, out)
+        else:
+            _calibrate(target, train, out)
+
+
+def _synthesise(target: Target, path: str, train: TrainConfig, out: Path) -> None:
+    own = [prompt.turns[0] for file in train.prompt_files for prompt in read_prompts(file)]
+    synthesize(
+        target,
+        load_tokenizer(path),
+        out / "conversations.jsonl",
+        prompts=train.prompts,
+        max_new_tokens=train.max_new_tokens,
+        seed=train.seed,
+        own=own,
+        forbidden=_evaluation_turns(),
+    )
+
+
+def _evaluation_turns() -> list[str]:
+    """The user turns of the prompts that ship with the project, which measure the drafter later."""
+    prompts = [prompt for name in builtin_names() for prompt in builtin_prompts(name)]
+    return [turn for prompt in prompts for turn in prompt.turns]
+
+
+def _cache(target: Target, train: TrainConfig, out: Path) -> None:
+    conversations = read_conversations(out / "conversations.jsonl")[: train.prompts]
+    shape = train.shape
+    write_cache(
+        target,
+        conversations,
+        shape.target_layer_ids or spread_layers(shape.taps, target.num_layers),
+        out / "cache",
+        shard_tokens=train.shard_tokens,
+        max_bytes=int(train.cache_gb * 1e9),
+    )
+
+
+def _calibrate(target: Target, train: TrainConfig, out: Path) -> None:
+    """Fit temperatures on the calibration conversations, measure them on the held-out ones."""
+    drafter = load_drafter(out / "best", target)
+    cache = StateCache(out / "cache")
+    middle = train.held_out + train.calibration
+    calibration = calibrate(
+        *_outcomes(drafter, cache, range(train.held_out, middle)),
+        *_outcomes(drafter, cache, range(train.held_out)),
+    )
+    half_written = shutil.ignore_patterns("*.part")  # by a killed training
+    shutil.copytree(out / "best", out / "drafter", ignore=half_written, dirs_exist_ok=True)
+    write_calibration(out / "drafter", calibration)
+    plot_reliability(calibration, out / "reliability.png")
+
+
+def _outcomes(
+    drafter: DSparkDrafter, cache: StateCache, indices: range
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Confidence logits, survival and validity [N, B] of the blocks that a decoder would draft."""
+    parts = []
+    for index in indices:
+        drafts = draft_response(drafter, cache[index])
+        rows = visited(drafts, drafter.block_size)
+        parts.append((drafts.confidence[rows], drafts.survived[rows], drafts.valid[rows]))
+    confidence, survived, valid = (torch.cat(column) for column in zip(*parts, strict=True))
+    return confidence, survived, valid
