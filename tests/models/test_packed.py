@@ -229,3 +229,9 @@ def test_a_target_with_a_tied_embedding_keeps_it(tmp_path: Path) -> None:
     target.pack()
     assert torch.equal(target.embed.weight, before)
     assert torch.equal(target.head.weight, before)
+
+
+def test_a_wanted_gradient_is_refused() -> None:
+    layer = PackedLinear(nn.Linear(32, 32))
+    with pytest.raises(RuntimeError, match="pass no gradient"):
+        layer(torch.randn(2, 32, requires_grad=True))

@@ -30,7 +30,13 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., K] to [..., N], as `nn.functional.linear` with the weight that was packed."""
+    """[..., K] to [..., N], as `nn.functional.linear` with the weight that was packed.
+
+    Raises:
+        RuntimeError: a gradient is wanted, which oneDNN's function would silently drop.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise RuntimeError("packed weights pass no gradient: train with the model as it was loaded")
     rows = x.reshape(-1, x.shape[-1])
     out = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return out.view(*x.shape[:-1], out.shape[-1])
