@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def bench(
             curves[name] = step_curve(
                 profiles, identity, target, drafter, run.k, job_config.engine.concurrency, text
             )
-    environment["step_curves"] = {name: asdict(curve) for name, curve in curves.items()}
+    environment["step_curves"] = {name: curve.points() for name, curve in curves.items()}
     job = Job(job_config, read_prompts(prompt_file), warmup, target, drafter, tokenizer, curves)
     out.mkdir(parents=True, exist_ok=True)
     inputs = [config, prompt_file, models / "target.json", models / "drafter.json"]

@@ -422,3 +422,15 @@ def test_drift_does_not_make_a_larger_step_look_slower() -> None:
 def test_no_rounds_are_refused() -> None:
     with pytest.raises(UserError, match="rounds is 0"):
         measure_steps(lambda _tokens: 1.0, [1], rounds=0)
+
+
+def test_a_curves_points_are_plain_columns_after_use() -> None:
+    """They go into result files as they are, so nothing that is kept for speed is among them."""
+    curve = fit_curve([1, 2, 4], [0.1, 0.3, 0.2])
+    curve.steps_per_second(3)
+    assert curve.points() == {
+        "tokens": [1, 2, 4],
+        "seconds": [0.1, 0.3, 0.2],
+        "fitted": pytest.approx([0.1, 0.25, 0.25]),
+    }
+    json.dumps(curve.points())

@@ -67,6 +67,10 @@ class StepCurve:
         left = torch.searchsorted(points, at, right=True) - 1
         return 1 / (fitted[left] + (at - points[left]) * slopes[left])
 
+    def points(self) -> dict[str, list[int] | list[float]]:
+        """Its columns, for a file."""
+        return {"tokens": self.tokens, "seconds": self.seconds, "fitted": self.fitted}
+
     def _table(self, device: torch.device) -> Tensor:
         """[3, P] float64: token counts, fitted seconds, the slope from each point on."""
         # Kept for each device: to copy it in every step would make the host wait for the device.
@@ -145,12 +149,7 @@ def write_curve(path: str | Path, curve: StepCurve, identity: dict[str, Any]) ->
     Raises:
         UserError: the file cannot be written.
     """
-    content = {
-        "identity": identity,
-        "tokens": curve.tokens,
-        "seconds": curve.seconds,
-        "fitted": curve.fitted,
-    }
+    content = {"identity": identity, **curve.points()}
     write_text(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
