@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark.config import DrafterShape
-from dspark.decode.draft import Draft
+from dspark.decode.draft import Draft, Worth
 from dspark.decode.engine import Engine, Request, Row
 from dspark.decode.sampling import Sampling, one_hot
 from dspark.models.attention import NAME
@@ -141,6 +141,7 @@ def drafting(
         k: int,
         sampling: list[Sampling],
         _uniforms: Tensor | None = None,
+        _worth: Worth | None = None,
     ) -> Draft:
         rows = [row for row in engine.slots if row is not None]
         assert anchors.tolist() == [row.output[-1] for row in rows]

@@ -98,7 +98,7 @@ def test_no_threshold_changes_the_text(
 ) -> None:
     rows = run(models, threshold)
     assert outputs(rows) == texts(models[0])
-    assert {step.drafted for row in rows.values() for step in row.steps} == {5}
+    assert all(s.verified <= s.drafted <= 5 for row in rows.values() for s in row.steps)
 
 
 def test_a_greater_threshold_verifies_less(models: tuple[Target, DSparkDrafter]) -> None:
@@ -119,7 +119,7 @@ def test_threshold_of_one_verifies_nothing_and_keeps_the_text() -> None:
         drafter.confidence_head.proj.weight.mul_(0.05)  # confident, but never certain
     rows = run((target, drafter), 1.0)
     for row in rows.values():
-        assert {(s.emitted, s.drafted, s.verified, s.accepted) for s in row.steps} == {(1, 5, 0, 0)}
+        assert {(s.emitted, s.drafted, s.verified, s.accepted) for s in row.steps} == {(1, 0, 0, 0)}
         assert not any(step.cut for step in row.steps)
     assert outputs(rows) == texts(target)
 
@@ -180,7 +180,7 @@ def test_no_draft_token_beyond_the_limit_is_accepted_however_right(
 def test_what_is_not_verified_costs_no_work_of_the_target(
     models: tuple[Target, DSparkDrafter],
 ) -> None:
-    """The pass is as wide as the batch's most confident row needs, not as the block is long."""
+    """The pass holds the anchors and what is verified, not blocks."""
     target, drafter = models
     engine = Engine(
         target, drafter, k=6, concurrency=2, capacity=need(ITEMS), confidence_threshold=0.5
@@ -203,4 +203,4 @@ def test_what_is_not_verified_costs_no_work_of_the_target(
     ):
         engine.step()
     assert [row.steps[0].verified for row in rows] == [1, 2]
-    assert widths == [3]
+    assert widths == [2 + 3]  # rows of 1 + 1 and of 1 + 2 tokens, packed

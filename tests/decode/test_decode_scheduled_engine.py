@@ -33,7 +33,7 @@ from torch import Tensor
 from dspark.config import EngineConfig, Mode, RunConfig
 from dspark.decode.bench import to_record
 from dspark.decode.draft import Draft
-from dspark.decode.engine import Engine, Request, Row
+from dspark.decode.engine import Batch, Engine, Request, Row
 from dspark.decode.sampling import Sampling, probabilities
 from dspark.decode.schedule import StepCurve, fit_curve
 from dspark.metrics.cell import CellSummary
@@ -120,8 +120,24 @@ def test_no_curve_changes_the_text(curve: StepCurve, concurrency: int) -> None:
     rows = serve(engine_for(curve, concurrency), items())
     assert outputs(rows) == texts()
     steps = [step for row in rows.values() for step in row.steps]
-    assert {step.drafted for step in steps} == {K}
-    assert all(0 <= step.accepted <= step.verified <= K for step in steps)
+    assert all(0 <= s.accepted <= s.verified <= s.drafted <= K for s in steps)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("name", sorted(CURVES))
+def test_drafting_ends_where_no_row_is_to_verify_more(name: str, concurrency: int) -> None:
+    """The same decisions as over whole drafts (a trace asks for those), and no token too many."""
+    lazy = serve(engine_for(CURVES[name], concurrency), items())
+    whole = serve(engine_for(CURVES[name], concurrency, trace=lambda draft: None), items())
+    assert by_step(lazy.values()) == by_step(whole.values())
+    assert {step.drafted for row in whole.values() for step in row.steps} == {K}
+    drafted: dict[float, set[int]] = defaultdict(set)
+    verified: dict[float, int] = defaultdict(int)
+    for row in lazy.values():
+        for step in row.steps:
+            drafted[step.t].add(step.drafted)
+            verified[step.t] = max(verified[step.t], step.verified)
+    assert all(drafted[t] == {verified[t]} for t in drafted)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -175,7 +191,6 @@ def test_a_pass_holds_no_token_that_is_not_verified(name: str) -> None:
     widths = by_step(rows.values())
     assert len(passes) == len(widths)
     assert any(len(set(step)) > 1 for step in widths)
-    assert {step.drafted for row in rows.values() for step in row.steps} == {K}
     accepted = sum(step.accepted for row in rows.values() for step in row.steps)
     assert 0 < accepted < sum(sum(step) for step in widths)
 
@@ -242,13 +257,12 @@ def test_each_position_has_its_own_temperature() -> None:
     """Tokens 1 and 2 keep a chance of one in two, what follows is hopeless."""
     drafter = models()[1]
     temperatures = [1e9, 1e9] + [1e-9] * (drafter.block_size - 2)
-    negative = torch.full((1, 1), -1.0)
     with (
         patch.object(drafter, "temperatures", temperatures),
         patch.object(
             drafter,
             "confidence_logits",
-            lambda hidden, _previous: negative.expand(hidden.shape[:-1]),
+            lambda hidden, _previous: hidden.new_full(hidden.shape[:-1], -1.0),
         ),
     ):
         assert verified(serve(engine_for(FLAT), items())) == {2}
@@ -313,8 +327,16 @@ def test_sampled_text_keeps_the_targets_distribution(sampling: Sampling) -> None
 def test_a_decision_that_reads_the_token_itself_is_noticed_by_this_test() -> None:
     """A control: to verify a token for what it is gives it a second chance to come out."""
     engine = Engine(*small(), k=4, concurrency=SLOTS, capacity=LENGTH + 3)
-    engine.decide = lambda draft: 4 * (draft.tokens[:, 0] < 3).long()
-    assert uniformity(engine, SAMPLINGS[0]) < 1e-6
+    draft_of = engine._draft
+
+    def peeking(batch: Batch) -> tuple[Draft | None, Tensor, list[int]]:
+        draft, _, _ = draft_of(batch)
+        assert draft is not None
+        limits = 4 * (draft.tokens[:, 0] < 3).long()
+        return draft, limits, limits.tolist()
+
+    with patch.object(engine, "_draft", peeking):
+        assert uniformity(engine, SAMPLINGS[0]) < 1e-6
 
 
 # ---------------------------------------------------------------------------------------- metrics
@@ -360,7 +382,7 @@ def test_the_acceptance_rate_is_over_what_was_verified() -> None:
     whole = [step for step in steps if not step.cut]
     tried = sum(step.verified for step in whole)
     assert cell.accept_rate == sum(step.accepted for step in whole) / tried
-    assert cell.drafted == K * len(steps)
+    assert cell.drafted == sum(step.drafted for step in steps) < K * len(steps)
     assert cell.verified == sum(step.verified for step in steps) < cell.drafted
     assert cell.accept_p == [sum(s.accepted >= i for s in whole) / len(whole) for i in (1, 2, 3, 4)]
 
@@ -368,4 +390,4 @@ def test_the_acceptance_rate_is_over_what_was_verified() -> None:
 def test_an_arm_that_verifies_nothing_has_no_acceptance_rate() -> None:
     cell = cells(STEEP)[0][1]
     assert (cell.accept_rate, cell.accept_len, cell.verified) == (None, 1.0, 0)
-    assert cell.drafted == K * cell.steps
+    assert cell.drafted == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,15 +12,22 @@ from dspark.decode.cache import SlotCache
 from dspark.decode.sampling import Sampling, draw, probabilities
 from dspark.models.drafter import DSparkDrafter
 
+HEAD_ROWS = (
+    16  # rows for which the LM head's weight is read at a time in a draft that may end early
+)
+
+# From the confidence logits of the first t positions [R, t]: how many tokens to verify [R], 0..t.
+Worth = Callable[[Tensor], Tensor]
+
 
 @dataclass
 class Draft:
-    """What the drafter proposes for R rows."""
+    """What the drafter proposes for R rows: n tokens of each, k unless it was worth no more."""
 
-    tokens: Tensor  # [R, k]
-    probs: Tensor | None  # [R, k, V] float32, what each token was drawn from; None when all greedy
-    confidence: Tensor  # [R, k] float32 logits
-    logits: Tensor  # [R, k, Vd], Markov-corrected
+    tokens: Tensor  # [R, n]
+    probs: Tensor | None  # [R, n, V] float32, what each token was drawn from; None when all greedy
+    confidence: Tensor  # [R, n] float32 logits; [R, n + 1] when the next token was not worth it
+    logits: Tensor  # [R, n, Vd], Markov-corrected
     hidden: Tensor  # [R, B, D], after the final norm
 
 
@@ -53,8 +60,9 @@ def propose(
     k: int,
     sampling: Sequence[Sampling],
     uniforms: Tensor | None = None,
+    worth: Worth | None = None,
 ) -> Draft:
-    """Draft k tokens after each row's anchor.
+    """Draft k tokens after each row's anchor, or as many as are `worth` it (see `choose_tokens`).
 
     The block always has block_size queries, whatever k is: they attend to each other, so fewer would
     change every state (and leave what the drafter was trained on).
@@ -75,7 +83,7 @@ def propose(
     hidden = drafter.block_hidden(
         drafter.block_inputs(anchors), positions, lambda i, k_, v_: cache.update(k_, v_, i), mask
     )
-    return choose_tokens(drafter, hidden, anchors, k, sampling, uniforms)
+    return choose_tokens(drafter, hidden, anchors, k, sampling, uniforms, worth)
 
 
 def choose_tokens(
@@ -85,18 +93,31 @@ def choose_tokens(
     k: int,
     sampling: Sequence[Sampling],
     uniforms: Tensor | None = None,
+    worth: Worth | None = None,
 ) -> Draft:
-    """Choose k tokens of R blocks left to right, given the blocks' states [R, B, D].
+    """Choose at most k tokens of R blocks left to right, given the blocks' states [R, B, D].
 
     The LM head runs in its own dtype, which in training is not the drafter's.
+
+    Args:
+        worth: from the confidences so far, how many tokens of each row are to be verified; the
+            drafting ends where no row goes on. A token's confidence is known before the token is.
     """
-    base = drafter.lm_head(hidden[:, :k].to(drafter.lm_head.weight.dtype)).to(hidden.dtype)
-    head, greedy = drafter.markov_head, all(row.greedy for row in sampling)
-    previous, state = anchors, head.initial_state(anchors.shape[0])
-    tokens, logits, probs = [], [], []
+    rows, head, lm_head = anchors.shape[0], drafter.markov_head, drafter.lm_head
+    greedy = all(row.greedy for row in sampling)
+    # A weight is read once for several positions; those that are never asked for cost their rows.
+    chunk = k if worth is None else max(1, HEAD_ROWS // rows)
+    previous, state = anchors, head.initial_state(rows)
+    tokens, logits, probs, confidence = [], [], [], []
     for position in range(k):
+        confidence.append(drafter.confidence_logits(hidden[:, position], previous))
+        if worth is not None and int(worth(torch.stack(confidence, 1)).max()) <= position:
+            break
+        if position % chunk == 0:
+            here = hidden[:, position : min(position + chunk, k)]
+            base = lm_head(here.to(lm_head.weight.dtype)).to(hidden.dtype)
         latent, state = head.latent(hidden[:, position], previous, state)
-        corrected = base[:, position] + head.bias(latent)
+        corrected = base[:, position % chunk] + head.bias(latent)
         if greedy:
             chosen = drafter.to_target(corrected.argmax(-1))
         else:
@@ -106,15 +127,11 @@ def choose_tokens(
         tokens.append(chosen)
         logits.append(corrected)
         previous = chosen
-    drafted = torch.stack(tokens, dim=1)
-    confidence = drafter.confidence_logits(
-        hidden[:, :k], torch.cat([anchors[:, None], drafted[:, :-1]], dim=1)
-    )
     return Draft(
-        tokens=drafted,
+        tokens=torch.stack(tokens, dim=1) if tokens else anchors.new_empty(rows, 0),
         probs=torch.stack(probs, dim=1) if probs else None,
-        confidence=confidence,
-        logits=torch.stack(logits, dim=1),
+        confidence=torch.stack(confidence, dim=1),
+        logits=torch.stack(logits, dim=1) if logits else hidden.new_empty(rows, 0, 0),
         hidden=hidden,
     )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dspark.decode.cache import SlotCache, causal_mask
-from dspark.decode.draft import Draft, confident_prefix, propose, write_context
+from dspark.decode.draft import Draft, Worth, confident_prefix, propose, write_context
 from dspark.decode.sampling import Sampling, draw, draw_uniforms, probabilities, request_generator
 from dspark.decode.schedule import StepCurve, schedule
 from dspark.decode.verify import accept_greedy, accept_sampled
@@ -91,8 +91,8 @@ class Batch:
 
 def _policy(
     drafter: DSparkDrafter | None, threshold: float, curve: StepCurve | None
-) -> Callable[[Draft], Tensor] | None:
-    """How many of each row's k draft tokens to verify [R], given a draft; None for all of them.
+) -> Worth | None:
+    """How many of each row's draft tokens to verify, given their confidences; None for all.
 
     What it says of a token depends on no later one: that keeps the output the target's.
     """
@@ -100,8 +100,8 @@ def _policy(
         return None
     temperatures, shifts = drafter.temperatures, drafter.shifts
 
-    def decide(draft: Draft) -> Tensor:
-        logits = apply_temperatures(draft.confidence, temperatures, shifts)
+    def decide(confidence: Tensor) -> Tensor:
+        logits = apply_temperatures(confidence, temperatures, shifts)
         if curve is not None:
             return schedule(logits.sigmoid(), curve)
         return confident_prefix(logits, threshold)
@@ -246,7 +246,8 @@ class Engine:
         outcome = torch.cat(
             [accepted[:, None], limits[:, None], drafted, following[:, None]], dim=1
         )
-        return self._record(rows, outcome.tolist())
+        made = 0 if draft is None else draft.tokens.shape[1]
+        return self._record(rows, outcome.tolist(), made)
 
     def _draft(self, batch: Batch) -> tuple[Draft | None, Tensor, list[int]]:
         """A draft, and how many of its tokens to verify of each row: on the device and here."""
@@ -262,12 +263,14 @@ class Engine:
             self.k,
             batch.sampling,
             batch.uniforms,
+            # Elsewhere than on a CPU, asking after each token would make the host wait for the device.
+            self.decide if self.trace is None and batch.anchors.device.type == "cpu" else None,
         )
         if self.trace is not None:
             self.trace(draft)
         if self.decide is None:
             return draft, torch.full_like(batch.anchors, self.k), [self.k] * rows
-        limits = self.decide(draft)
+        limits = self.decide(draft.confidence)
         return draft, limits, limits.tolist()
 
     def _verify(
@@ -306,14 +309,14 @@ class Engine:
         tests = torch.cat([uniforms[:, self.k : self.k + width], uniforms[:, -1:]], dim=1)
         return accept_sampled(target_probs, draft_probs, drafted, limits, tests)
 
-    def _record(self, rows: list[Row], outcomes: list[list[int]]) -> list[Row]:
+    def _record(self, rows: list[Row], outcomes: list[list[int]], drafted: int) -> list[Row]:
         """Emit what the step gave each row and free the places of those that it finished."""
         now = self.clock()
         for row, (count, verified, *proposed, bonus) in zip(rows, outcomes, strict=True):
             budget = row.budget
             emitted = self._emit(row, [*proposed[:count], bonus])
             cut = budget < verified + 1 or emitted < count + 1
-            row.steps.append(Step(now, emitted, self.k, verified, count, cut))
+            row.steps.append(Step(now, emitted, drafted, verified, count, cut))
         finished = [row for row in rows if row.finish_reason is not None]
         self.slots = [None if row in finished else row for row in self.slots]
         return finished

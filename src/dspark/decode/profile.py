@@ -82,7 +82,9 @@ def profile_steps(
             start = context * engine.active
             ids = text[start : start + context]
             engine.admit(Request("profile", engine.active, ids, room), 0.0)
-        engine.decide = lambda draft: torch.full_like(draft.tokens[:, 0], width)
+        engine.decide = lambda confidence: torch.full(
+            confidence.shape[:1], min(width, confidence.shape[1]), device=target.device
+        )
         begun = engine.clock()
         engine.step()
         return engine.clock() - begun
