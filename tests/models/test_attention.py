@@ -16,7 +16,6 @@ from transformers import LlamaModel
 
 from dspark.config import DrafterShape
 from dspark.decode.cache import SlotCache, causal_mask
-from dspark.decode.draft import Draft
 from dspark.decode.engine import Engine, Request
 from dspark.models.attention import Packing, attend, target_attention
 from dspark.models.target import Target, load_target
@@ -234,9 +233,9 @@ def refusing(forward: Any) -> Any:
     return refused
 
 
-def ragged(draft: Draft) -> Tensor:
+def ragged(confidence: Tensor) -> Tensor:
     """Limits that differ from row to row: 0, 1, 2, .."""
-    return torch.arange(draft.tokens.shape[0]) % (draft.tokens.shape[1] + 1)
+    return torch.arange(confidence.shape[0]) % (confidence.shape[1] + 1)
 
 
 def decoded(target: Target, k: int) -> tuple[list[list[int]], set[int]]:

@@ -140,7 +140,10 @@ def fit_curve(tokens: Sequence[int], seconds: Sequence[float]) -> StepCurve:
     """
     _check(tokens, seconds)
     measured = [float(value) for value in seconds]
-    return StepCurve(list(tokens), measured, isotonic_regression(measured).x.tolist())
+    fitted = measured
+    if any(left > right for left, right in pairwise(measured)):
+        fitted = isotonic_regression(measured).x.tolist()
+    return StepCurve(list(tokens), measured, fitted)
 
 
 def write_curve(path: str | Path, curve: StepCurve, identity: dict[str, Any]) -> None:
