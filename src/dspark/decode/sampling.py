@@ -30,10 +30,15 @@ class Sampling:
         return self.temperature == 0.0
 
 
+def named_generator(name: str) -> torch.Generator:
+    """A generator that depends on a name alone: the same numbers, whatever else was drawn before."""
+    key = hashlib.sha256(name.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+
+
 def request_generator(sampling: Sampling, request_id: str) -> torch.Generator:
     """A generator that depends on the run's seed and the request's id alone."""
-    key = hashlib.sha256(f"{sampling.seed}/{request_id}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+    return named_generator(f"{sampling.seed}/{request_id}")
 
 
 def probabilities(logits: Tensor, rows: Sequence[Sampling]) -> Tensor:

@@ -127,9 +127,13 @@ def _extend(
     seen |= {normalise(text) for text in own}
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as handle, tqdm(total=prompts, initial=len(done), unit="prompt") as bar:
-        for conversation in _answer(engine, tokenizer, mine, max_new_tokens):
-            handle.write(json.dumps(asdict(conversation)) + "\n")
-            bar.update()
+
+        def answer(users: Mapping[str, str]) -> None:
+            for conversation in _answer(engine, tokenizer, users, max_new_tokens):
+                handle.write(json.dumps(asdict(conversation)) + "\n")
+                bar.update()
+
+        answer(mine)
         while bar.n < prompts:
             users: dict[str, str] = {}
             for user in _write_users(engine, tokenizer, chunk, seed):
@@ -137,9 +141,7 @@ def _extend(
                     seen.add(normalise(user))
                     users[f"{chunk}/{len(users)}"] = user
             before = bar.n
-            for conversation in _answer(engine, tokenizer, users, max_new_tokens):
-                handle.write(json.dumps(asdict(conversation)) + "\n")
-                bar.update()
+            answer(users)
             handle.flush()
             chunk += 1
             barren = barren + 1 if bar.n == before else 0

@@ -7,7 +7,6 @@ reached undisturbed. Under `torchrun` each process takes its share of a step's p
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sys
@@ -24,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from dspark.config import LearningRate, TrainConfig, digest
+from dspark.decode.sampling import named_generator
 from dspark.errors import UserError
 from dspark.models.checkpoint import save_drafter
 from dspark.models.drafter import DSparkDrafter
@@ -147,17 +147,14 @@ def step_batches(
     for turn in range(config.accumulate):
         number = (step * config.accumulate + turn) * world.size + world.rank
         epoch, place = divmod(number, per_epoch)
-        order = torch.randperm(len(training), generator=_generator(config.seed, "epoch", epoch))
+        order = torch.randperm(
+            len(training), generator=named_generator(f"{config.seed}/epoch/{epoch}")
+        )
         chosen = order[place * config.batch : (place + 1) * config.batch].tolist()
-        generator = _generator(config.seed, "anchors", number)
+        generator = named_generator(f"{config.seed}/anchors/{number}")
         items = [cache[training[index]] for index in chosen]
         anchors = [draw_anchors(item, config.anchors, generator) for item in items]
         yield make_batch(items, anchors, config.shape.block_size)
-
-
-def _generator(seed: int, purpose: str, number: int) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{purpose}/{number}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def fit(target: Target, cache: StateCache, config: TrainConfig, out: Path) -> None:
