@@ -40,20 +40,24 @@ def models(positions: int = 512) -> Models:
 
 
 class Watch:
-    """Counts the tokens of the target's pass in each engine step, and how full the engine is."""
+    """Counts the steps by rows, tokens of the target's pass and whether they draft.
+
+    And how full the engine is.
+    """
 
     def __init__(self) -> None:
-        self.sizes: Counter[int] = Counter()
+        self.kinds: Counter[tuple[int, int, bool]] = Counter()
         self.starts: list[int] = []
 
     def __enter__(self) -> Watch:
         step = Engine.step
 
-        def watched(engine: Engine) -> list[Row]:
+        def watched(engine: Engine, drafting: bool = True) -> list[Row]:
             rows = [row for row in engine.slots if row is not None]
             self.starts += [row.start for row in rows]
-            finished = step(engine)
-            self.sizes[sum(row.steps[-1].verified + 1 for row in rows)] += 1
+            finished = step(engine, drafting)
+            tokens = sum(row.steps[-1].verified + 1 for row in rows)
+            self.kinds[len(rows), tokens, drafting] += 1
             return finished
 
         self.patch = patch.object(Engine, "step", watched)
@@ -69,7 +73,16 @@ def sizes(k: int, concurrency: int) -> list[int]:
     return sorted({1, k + 1, *every})
 
 
+def kinds(k: int, concurrency: int) -> set[tuple[int, int, bool]]:
+    """Rows, tokens and drafting of all steps that are to be timed."""
+    drafted = {(concurrency, concurrency * (width + 1)) for width in range(k + 1)}
+    drafted |= {(1, 1), (1, k + 1)}
+    return {(*kind, True) for kind in drafted} | {(n, n, False) for n in (1, concurrency)}
+
+
 def check(curve: StepCurve, k: int, concurrency: int) -> None:
+    assert curve.plain is not None
+    assert curve.plain.tokens == sorted({1, concurrency})
     assert curve.tokens == sizes(k, concurrency)
     assert len(curve.seconds) == len(curve.fitted) == len(curve.tokens)
     assert min(curve.seconds) > 0
@@ -87,7 +100,8 @@ def test_each_width_is_timed_at_full_concurrency_and_the_lone_rows(
     with Watch() as watch:
         curve = profile_steps(*models(), k, concurrency, TEXT)
     check(curve, k, concurrency)
-    assert watch.sizes == dict.fromkeys(curve.tokens, ROUNDS + 1)  # the first calls are not timed
+    # The first calls are not timed.
+    assert watch.kinds == dict.fromkeys(kinds(k, concurrency), ROUNDS + 1)
     assert min(watch.starts) == CONTEXT
 
 
@@ -95,6 +109,7 @@ def test_the_timed_steps_draft_as_the_run_does() -> None:
     target, drafter = models()
     with patch.object(drafter, "block_hidden", wraps=drafter.block_hidden) as drafts:
         curve = profile_steps(target, drafter, 2, 2, TEXT)
+    assert curve.tokens == [1, 2, 3, 4, 6]
     assert drafts.call_count == (ROUNDS + 1) * len(curve.tokens)
 
 
@@ -104,7 +119,7 @@ def test_a_short_context_is_enough(k: int, concurrency: int) -> None:
     with Watch() as watch:
         curve = profile_steps(*models(64), k, concurrency, TEXT)
     check(curve, k, concurrency)
-    assert watch.sizes == dict.fromkeys(curve.tokens, ROUNDS + 1)
+    assert watch.kinds == dict.fromkeys(kinds(k, concurrency), ROUNDS + 1)
     assert max(watch.starts) < 64
 
 
@@ -120,7 +135,7 @@ def test_a_drafter_that_is_always_right_is_timed_too(positions: int) -> None:
     with Watch() as watch:
         curve = profile_steps(target, drafter, 7, 2, TEXT)
     check(curve, 7, 2)
-    assert watch.sizes == dict.fromkeys(curve.tokens, ROUNDS + 1)
+    assert watch.kinds == dict.fromkeys(kinds(7, 2), ROUNDS + 1)
 
 
 @pytest.mark.parametrize("text", [[7], list(range(40)) * 30], ids=["one-token", "long"])
@@ -132,10 +147,10 @@ def test_more_work_takes_more_time() -> None:
     """The seconds are those of the steps: one that waits takes as much longer."""
     step, clock = Engine.step, [0.0]
 
-    def slow(engine: Engine) -> list[Row]:
+    def slow(engine: Engine, drafting: bool = True) -> list[Row]:
         rows = [row for row in engine.slots if row is not None]
-        finished = step(engine)
-        clock[0] += sum(row.steps[-1].verified + 1 for row in rows)
+        finished = step(engine, drafting)
+        clock[0] += sum(row.steps[-1].verified + 1 for row in rows) - (0 if drafting else 0.5)
         return finished
 
     with (
@@ -144,6 +159,7 @@ def test_more_work_takes_more_time() -> None:
     ):
         curve = profile_steps(*models(), 3, 2, TEXT)
     assert curve.seconds == curve.fitted == curve.tokens == [1, 2, 4, 6, 8]
+    assert curve.plain == fit_curve([1, 2], [0.5, 1.5])
 
 
 def test_nothing_is_left_behind() -> None:

@@ -281,6 +281,8 @@ def test_a_threshold_reads_calibrated_confidences_too() -> None:
 SLOTS, LENGTH = 48, 60
 # A row's first draft token is cheap, further ones cost more and more.
 RISING = fit_curve([SLOTS, 2 * SLOTS, 4 * SLOTS], [1.0, 1.3, 2.4])
+# So dear are drafts at times that they are left out.
+PAUSED = fit_curve(RISING.tokens, RISING.seconds, fit_curve([SLOTS], [0.72]))
 SAMPLINGS = [Sampling(0.9, seed=5), Sampling(1.2, 0.85, 6, seed=5)]
 
 
@@ -318,10 +320,15 @@ def uniformity(engine: Engine, sampling: Sampling) -> float:
     return float(stats.chisquare(np.histogram(places, bins=20, range=(0, 1))[0]).pvalue)
 
 
+@pytest.mark.parametrize("curve", [RISING, PAUSED], ids=["drafting", "pausing"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["all-tokens", "some-tokens"])
-def test_sampled_text_keeps_the_targets_distribution(sampling: Sampling) -> None:
-    engine = Engine(*small(), k=4, concurrency=SLOTS, capacity=LENGTH + 3, curve=RISING)
-    assert uniformity(engine, sampling) > 1e-3
+def test_sampled_text_keeps_the_targets_distribution(sampling: Sampling, curve: StepCurve) -> None:
+    engine = Engine(*small(), k=4, concurrency=SLOTS, capacity=LENGTH + 3, curve=curve)
+    with patch.object(engine, "_draft", wraps=engine._draft) as drafts:
+        assert uniformity(engine, sampling) > 1e-3
+    skipped = sum(not call.args[1] for call in drafts.call_args_list)
+    assert (skipped > 10) == (curve is PAUSED)
+    assert skipped < len(drafts.call_args_list) - 10
 
 
 def test_a_decision_that_reads_the_token_itself_is_noticed_by_this_test() -> None:
@@ -329,8 +336,8 @@ def test_a_decision_that_reads_the_token_itself_is_noticed_by_this_test() -> Non
     engine = Engine(*small(), k=4, concurrency=SLOTS, capacity=LENGTH + 3)
     draft_of = engine._draft
 
-    def peeking(batch: Batch) -> tuple[Draft | None, Tensor, list[int]]:
-        draft, _, _ = draft_of(batch)
+    def peeking(batch: Batch, drafting: bool) -> tuple[Draft | None, Tensor, list[int]]:
+        draft, _, _ = draft_of(batch, drafting)
         assert draft is not None
         limits = 4 * (draft.tokens[:, 0] < 3).long()
         return draft, limits, limits.tolist()

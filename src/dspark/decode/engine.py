@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dspark.decode.cache import SlotCache, causal_mask
 from dspark.decode.draft import Draft, Worth, confident_prefix, propose, write_context
+from dspark.decode.pause import Pause
 from dspark.decode.sampling import Sampling, draw, draw_uniforms, probabilities, request_generator
 from dspark.decode.schedule import StepCurve, schedule
 from dspark.decode.verify import accept_greedy, accept_sampled
@@ -89,6 +90,11 @@ class Batch:
     uniforms: Tensor | None  # [R, 2k + 1] in [0, 1); None when all rows are greedy
 
 
+def calibrated(confidence: Tensor, drafter: DSparkDrafter) -> Tensor:
+    """Confidence logits [R, n] with the drafter's calibration."""
+    return apply_temperatures(confidence, drafter.temperatures, drafter.shifts)
+
+
 def _policy(
     drafter: DSparkDrafter | None, threshold: float, curve: StepCurve | None
 ) -> Worth | None:
@@ -98,10 +104,9 @@ def _policy(
     """
     if drafter is None or (curve is None and threshold == 0):
         return None
-    temperatures, shifts = drafter.temperatures, drafter.shifts
 
     def decide(confidence: Tensor) -> Tensor:
-        logits = apply_temperatures(confidence, temperatures, shifts)
+        logits = calibrated(confidence, drafter)
         if curve is not None:
             return schedule(logits.sigmoid(), curve)
         return confident_prefix(logits, threshold)
@@ -119,7 +124,8 @@ class Engine:
         concurrency: slots.
         capacity: greatest prompt plus output length of any request.
         confidence_threshold: verify only up to the first draft token less confident than this.
-        curve: verify as many draft tokens as pay by this curve (Algorithm 1 of the paper).
+        curve: verify as many draft tokens as pay by this curve (Algorithm 1 of the paper), and, when
+            it knows plain steps, draft only while that pays.
         detokenize: ids to text; needed for stop strings.
         trace: called with each draft, before verification (for tests and profiles).
 
@@ -154,6 +160,9 @@ class Engine:
             )
         self.target, self.drafter, self.k = target, drafter if k else None, k
         self.decide = _policy(self.drafter, confidence_threshold, curve)
+        self.pause: Pause | None = None
+        if self.drafter is not None and curve is not None and curve.plain is not None:
+            self.pause = Pause(curve)
         self.detokenize, self.trace = detokenize, trace
         self.slots: list[Row | None] = [None] * concurrency
         reserve = k + 1 + (drafter.block_size if k and drafter is not None else 0)
@@ -221,8 +230,12 @@ class Engine:
         return row
 
     @torch.inference_mode()
-    def step(self) -> list[Row]:
-        """Decode one step of every row in flight; returns the rows that it finished."""
+    def step(self, drafting: bool = True) -> list[Row]:
+        """Decode one step of every row in flight; returns the rows that it finished.
+
+        Args:
+            drafting: False leaves the draft out of this step, as a pause does.
+        """
         self._compact()
         rows = [row for row in self.slots if row is not None]
         device = self.target.device
@@ -237,7 +250,9 @@ class Engine:
             sampling,
             uniforms,
         )
-        draft, limits, lengths = self._draft(batch)
+        if self.pause is not None and self.pause.skips(len(rows)):
+            drafting = False
+        draft, limits, lengths = self._draft(batch, drafting)
         drafted = batch.anchors.new_empty(len(rows), 0)
         if draft is not None:
             drafted = draft.tokens[:, : max(lengths)]
@@ -249,10 +264,10 @@ class Engine:
         made = 0 if draft is None else draft.tokens.shape[1]
         return self._record(rows, outcome.tolist(), made)
 
-    def _draft(self, batch: Batch) -> tuple[Draft | None, Tensor, list[int]]:
+    def _draft(self, batch: Batch, drafting: bool) -> tuple[Draft | None, Tensor, list[int]]:
         """A draft, and how many of its tokens to verify of each row: on the device and here."""
         rows = len(batch.sampling)
-        if self.drafter is None:
+        if self.drafter is None or not drafting:
             return None, torch.zeros_like(batch.anchors), [0] * rows
         draft = propose(
             self.drafter,
@@ -271,6 +286,8 @@ class Engine:
         if self.decide is None:
             return draft, torch.full_like(batch.anchors, self.k), [self.k] * rows
         limits = self.decide(draft.confidence)
+        if self.pause is not None:
+            self.pause.drafted(calibrated(draft.confidence, self.drafter).sigmoid(), limits)
         return draft, limits, limits.tolist()
 
     def _verify(

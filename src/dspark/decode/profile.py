@@ -28,6 +28,7 @@ from dspark.models.target import Target
 
 ROUNDS = 7
 CONTEXT = 128  # tokens before the first timed step
+PLAIN = -1  # the width of a step that drafts nothing
 
 
 def step_curve(
@@ -62,21 +63,23 @@ def profile_steps(
 ) -> StepCurve:
     """Measure the steps of one device: every width 0..k at full concurrency, and a lone row's.
 
+    Of both, plain steps too: they leave the draft out but keep the drafter's context.
+
     Args:
         tokens: ids to make contexts from, any text will do.
     """
-    steps = sorted({(1, 0), (1, k), *((concurrency, width) for width in range(k + 1))})
-    sizes = {rows * (width + 1): (rows, width) for rows, width in steps}
+    kinds = {(rows, width) for rows in {1, concurrency} for width in (PLAIN, 0, k)}
+    kinds |= {(concurrency, width) for width in range(k + 1)}
     context = min(CONTEXT, target.max_positions // 4)
-    room = min(ROUNDS * len(sizes) * (k + 1), target.max_positions - context)
+    room = min(ROUNDS * len(kinds) * (k + 1), target.max_positions - context)
     text = list(tokens) * (context * (concurrency + 1) // max(1, len(tokens)) + 1)
     engines = {
         rows: Engine(target, drafter, k=k, concurrency=rows, capacity=context + room)
         for rows in {1, concurrency}
     }
 
-    def time_step(size: int) -> float:
-        rows, width = sizes[size]
+    def time_step(kind: tuple[int, ...]) -> float:
+        rows, width = kind
         engine = engines[rows]
         while engine.free:  # at first, and where a row has used its room up
             start = context * engine.active
@@ -86,9 +89,17 @@ def profile_steps(
             confidence.shape[:1], min(width, confidence.shape[1]), device=target.device
         )
         begun = engine.clock()
-        engine.step()
+        engine.step(drafting=width != PLAIN)
         return engine.clock() - begun
 
-    for size in sizes:  # first calls allocate
-        time_step(size)
-    return fit_curve(*measure_steps(time_step, list(sizes), ROUNDS))
+    for kind in kinds:  # first calls allocate
+        time_step(kind)
+    medians = measure_steps(time_step, kinds, ROUNDS)
+    plain = {rows: medians.pop((rows, PLAIN)) for rows in sorted(engines)}
+    # A lone row at full width may have as many tokens as several rows: then the latter count.
+    sizes = {rows * (width + 1): seconds for (rows, width), seconds in medians.items()}
+    return fit_curve(
+        sorted(sizes),
+        [sizes[size] for size in sorted(sizes)],
+        fit_curve(list(plain), list(plain.values())),
+    )

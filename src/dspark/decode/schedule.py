@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from scipy.optimize import isotonic_regression
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from dspark.errors import UserError
 from dspark.files import write_text
+
+Kind = TypeVar("Kind", int, tuple[int, ...])
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class StepCurve:
     tokens: list[int]  # P numbers of tokens, ascending
     seconds: list[float]  # as measured, medians
     fitted: list[float]  # seconds made non-decreasing: what is used
+    plain: StepCurve | None = None  # the same steps without a draft, by their rows
     _tables: dict[torch.device, Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -67,9 +70,26 @@ class StepCurve:
         left = torch.searchsorted(points, at, right=True) - 1
         return 1 / (fitted[left] + (at - points[left]) * slopes[left])
 
-    def points(self) -> dict[str, list[int] | list[float]]:
+    def points(self) -> dict[str, Any]:
         """Its columns, for a file."""
-        return {"tokens": self.tokens, "seconds": self.seconds, "fitted": self.fitted}
+        columns = {"tokens": self.tokens, "seconds": self.seconds, "fitted": self.fitted}
+        return {**columns, "plain": None if self.plain is None else self.plain.points()}
+
+    @classmethod
+    def of_points(cls, points: dict[str, Any]) -> StepCurve:
+        """The curve of such columns.
+
+        Raises:
+            KeyError, TypeError: a column is missing or no column.
+            UserError: as the class.
+        """
+        plain = points["plain"]
+        return cls(
+            points["tokens"],
+            points["seconds"],
+            points["fitted"],
+            None if plain is None else cls.of_points(plain),
+        )
 
     def _table(self, device: torch.device) -> Tensor:
         """[3, P] float64: token counts, fitted seconds, the slope from each point on."""
@@ -105,31 +125,33 @@ def _check(tokens: Sequence[int], seconds: Sequence[float]) -> None:
 
 
 def measure_steps(
-    time_step: Callable[[int], float], tokens: Sequence[int], rounds: int = 5
-) -> tuple[list[int], list[float]]:
-    """Time steps of several sizes, in rounds over all sizes, so that drift hits all alike.
+    time_step: Callable[[Kind], float], kinds: Iterable[Kind], rounds: int = 5
+) -> dict[Kind, float]:
+    """Time several kinds of steps, in rounds over all kinds, so that drift hits all alike.
 
     Args:
-        time_step: runs one step of that many tokens and returns its seconds.
-        tokens: the sizes, in any order.
-        rounds: how often each size is timed.
+        time_step: runs one step of a kind and returns its seconds.
+        kinds: what tells steps apart, in any order.
+        rounds: how often each kind is timed.
 
     Returns:
-        the sizes, ascending and each once, and the median seconds of each.
+        the median seconds of each kind, ascending by kind.
 
     Raises:
         UserError: rounds is less than 1.
     """
     if rounds < 1:
         raise UserError(f"rounds is {rounds}: time each step size at least once")
-    times: dict[int, list[float]] = {count: [] for count in sorted(set(tokens))}
+    times: dict[Kind, list[float]] = {kind: [] for kind in sorted(set(kinds))}
     for _ in range(rounds):
-        for count, taken in times.items():
-            taken.append(time_step(count))
-    return list(times), [median(taken) for taken in times.values()]
+        for kind, taken in times.items():
+            taken.append(time_step(kind))
+    return {kind: median(taken) for kind, taken in times.items()}
 
 
-def fit_curve(tokens: Sequence[int], seconds: Sequence[float]) -> StepCurve:
+def fit_curve(
+    tokens: Sequence[int], seconds: Sequence[float], plain: StepCurve | None = None
+) -> StepCurve:
     """A step curve through measured medians, made non-decreasing by isotonic regression.
 
     More tokens never take less time; where a measurement says so it is noise, and the neighbours
@@ -143,7 +165,7 @@ def fit_curve(tokens: Sequence[int], seconds: Sequence[float]) -> StepCurve:
     fitted = measured
     if any(left > right for left, right in pairwise(measured)):
         fitted = isotonic_regression(measured).x.tolist()
-    return StepCurve(list(tokens), measured, fitted)
+    return StepCurve(list(tokens), measured, fitted, plain)
 
 
 def write_curve(path: str | Path, curve: StepCurve, identity: dict[str, Any]) -> None:
@@ -166,7 +188,7 @@ def read_curve(path: str | Path, identity: dict[str, Any]) -> StepCurve | None:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
         if stored["identity"] != wanted:
             return None
-        return StepCurve(stored["tokens"], stored["seconds"], stored["fitted"])
+        return StepCurve.of_points(stored)
     except (OSError, ValueError, TypeError, KeyError, UserError):
         return None
 
