@@ -56,12 +56,13 @@ def attend(
     """Attention [R, H, W, h] of queries [R, H, W, h] to K and V [R, G, L, h].
 
     Args:
-        mask: bool, true = attend, [R or 1, 1, W or 1, L]; None attends to all.
+        mask: bool, true = attend, or what to add to the scores, [R or 1, 1, W or 1, L] or already
+            repeated [.., H / G * W, L]; None attends to all.
     """
     rows, heads, width, _ = query.shape
     groups = key.shape[1]
     repeats = heads // groups
-    if mask is not None and repeats > 1 and mask.shape[2] > 1:
+    if mask is not None and repeats > 1 and mask.shape[2] == width > 1:
         mask = mask.repeat(1, 1, repeats, 1)
     out = F.scaled_dot_product_attention(
         query.reshape(rows, groups, repeats * width, -1), key, value, attn_mask=mask, scale=scale

@@ -17,14 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding
 
 from dspark.models.attention import attend
+from dspark.models.fused import rope_factors, rotate
 from dspark.models.head import LMHead
 from dspark.models.markov import ConfidenceHead, MarkovHead, make_markov_head
 from dspark.models.packed import pack_linears
@@ -46,27 +42,25 @@ class DrafterAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, groups * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, groups * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))  # [R, T, heads, h]
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def key_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """K (normed, rotated) and V (raw) [R, G, T, h] of context features or of block states."""
-        key = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
-        value = self._heads(self.v_proj(x)).transpose(1, 2)
-        _, key = apply_rotary_pos_emb(key, key, *rope)
-        return key, value
+        key, value = (_heads(part, self.head_dim) for part in (self.k_proj(x), self.v_proj(x)))
+        return rotate(self.k_norm(key), *rope).transpose(1, 2), value.transpose(1, 2)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], key_values: KeyValues, mask: Tensor | None
     ) -> Tensor:
-        query = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
-        query, _ = apply_rotary_pos_emb(query, query, *rope)
+        query = rotate(self.q_norm(_heads(self.q_proj(x), self.head_dim)), *rope).transpose(1, 2)
         key, value = key_values(self.index, *self.key_values(x, rope))
         out = attend(query, key, value, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    return x.unflatten(-1, (-1, head_dim))  # [R, T, heads, h]
 
 
 class DrafterLayer(nn.Module):
@@ -76,8 +70,8 @@ class DrafterLayer(nn.Module):
         super().__init__()
         self.self_attn = DrafterAttention(config, index)
         self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], key_values: KeyValues, mask: Tensor | None
@@ -111,11 +105,11 @@ class DSparkDrafter(nn.Module):
         self.target_layer_ids: list[int] = list(config.target_layer_ids)
         hidden = config.hidden_size
         self.fc = nn.Linear(len(self.target_layer_ids) * hidden, hidden, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DrafterLayer(config, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = Qwen3RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.markov_head = make_markov_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
@@ -136,7 +130,7 @@ class DSparkDrafter(nn.Module):
     def context_key_values(self, taps: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """K and V [R, G, T, h] of every layer for verified tokens at `positions` [R, T]."""
         features = self.context_features(taps)
-        rope = self.rotary_emb(features, positions)
+        rope = rope_factors(self.rotary_emb, features, positions)
         return [layer.self_attn.key_values(features, rope) for layer in self.layers]  # type: ignore[union-attr, operator]
 
     def block_inputs(self, anchors: Tensor) -> Tensor:
@@ -150,7 +144,7 @@ class DSparkDrafter(nn.Module):
     ) -> Tensor:
         """States after the final norm [R, Q, D] of block tokens [R, Q] at `positions` [R, Q]."""
         x = self.embed_tokens(block_ids)
-        rope = self.rotary_emb(x, positions)
+        rope = rope_factors(self.rotary_emb, x, positions)
         for layer in self.layers:
             x = layer(x, rope, key_values, mask)
         return self.norm(x)

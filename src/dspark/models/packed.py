@@ -29,8 +29,13 @@ def pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
 
 
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def packed_linear(
+    x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
     """[..., K] to [..., N], as `nn.functional.linear` with the weight that was packed.
+
+    Args:
+        residual: [..., N], added to it.
 
     Raises:
         RuntimeError: a gradient is wanted, which oneDNN's function would silently drop.
@@ -38,7 +43,11 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("packed weights pass no gradient: train with the model as it was loaded")
     rows = x.reshape(-1, x.shape[-1])
-    out = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    if residual is None:
+        out = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    else:
+        added = residual.reshape(-1, residual.shape[-1])
+        out = torch.ops.mkldnn._linear_pointwise.binary(rows, added, packed, bias, "add")
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -48,6 +57,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.packed, self.bias = pack(linear.weight), linear.bias
+        self.nbytes = linear.weight.numel() * linear.weight.element_size()
 
     def forward(self, x: Tensor) -> Tensor:
         return packed_linear(x, self.packed, self.bias)

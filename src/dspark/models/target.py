@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from dspark.errors import UserError
 from dspark.models.attention import NAME, Packing
+from dspark.models.fused import FAMILIES, FusedDecoder
 from dspark.models.head import LMHead
 from dspark.models.packed import pack_linears
 
@@ -42,6 +43,7 @@ class Target:
             multiplier / (getattr(self.config, "logits_scaling", None) or 1.0),
             getattr(self.config, "final_logit_softcapping", None),
         )
+        self.fused: FusedDecoder | None = None
         self.packs = False  # whether a pass may hold rows of different lengths, see Packing
 
     @property
@@ -54,7 +56,10 @@ class Target:
 
     def pack(self) -> None:
         """Lay the weights out for decoding on a CPU: faster, and no more to be trained or saved."""
-        pack_linears(self.decoder)
+        if self.config.model_type in FAMILIES:
+            self.fused = FusedDecoder(self.decoder, self.config)
+        else:
+            pack_linears(self.decoder)
         self.head = self.head.pack()
 
     @property
@@ -88,6 +93,8 @@ class Target:
         Returns:
             Final states (after the last norm) [R, T, D], and the taps concatenated [R, T, M*D].
         """
+        if self.fused is not None:
+            return self.fused(tokens, positions, cache, masks, taps, packing)
         caught: dict[int, Tensor] = {}
         hooks = [self._tap(layer, caught) for layer in taps]
         mask: Any = masks.get("all", masks)

@@ -218,6 +218,8 @@ def _tensors(target: Target) -> Iterator[tuple[str, Tensor]]:
     """The target's tensors by name, those of packed layers too."""
     yield from target.model.named_parameters()
     yield from target.model.named_buffers()
+    for layer in target.fused.layers if target.fused is not None else ():
+        yield from layer.tensors()
     for name, module in target.model.named_modules():
         if isinstance(module, PackedLinear):
             yield f"{name}.weight", module.packed.to_dense()
