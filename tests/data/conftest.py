@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from huggingface_hub import constants
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import fake_hub
 from dspark.config import DatasetConfig
 
 REPO_ROOT = Path(__file__).parents[2]
@@ -29,14 +29,7 @@ def fill_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FillCache:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
     def fill(repo: str, revision: str, file: str, content: bytes) -> None:
-        folder = root / f"datasets--{repo.replace('/', '--')}"
-        blob = folder / "blobs" / hashlib.sha256(content).hexdigest()
-        entry = folder / "snapshots" / revision / file
-        for path in (blob, entry, folder / "refs" / "main"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        blob.write_bytes(content)
-        entry.symlink_to(blob)
-        (folder / "refs" / "main").write_text(revision)
+        fake_hub.fill_cache(root, repo, {file: content}, revision, "datasets")
 
     return fill
 

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,8 +17,7 @@ from dspark.config import DatasetConfig, PromptSource
 from dspark.data.prepare import prepare_prompts
 from dspark.data.prompts import Prompt
 from dspark.errors import UserError
-
-SHA = "0123456789abcdef0123456789abcdef01234567"
+from fake_hub import GATED, SHA, Repo, ask, serve
 
 
 def config(**fields: Any) -> DatasetConfig:
@@ -90,10 +84,6 @@ def test_braces_in_values_are_left_alone_and_doubled_ones_are_literal(prompts_of
 
 def test_a_field_name_is_plain_text(prompts_of) -> None:
     assert prompts_of(jsonl({"a.b": "x", "c d": "y"}), template="{a.b}{c d}")[0].turns == ["xy"]
-
-
-def test_a_branch_name_resolves_through_the_caches_refs(prompts_of) -> None:
-    assert len(prompts_of(jsonl(*ROWS), revision="main", template="{q}")) == 2
 
 
 @pytest.mark.parametrize("encode", [jsonl, parquet])
@@ -203,6 +193,10 @@ def test_a_damaged_file_is_named(prompts_of, file: str, content: bytes, message:
     [
         ({"revision": None}, "source 'hub' but no revision: pin the commit sha"),
         ({"revision": ""}, "source 'hub' but no revision: pin the commit sha"),
+        (
+            {"revision": "main"},
+            "revision 'main', which is not a commit sha: a branch or tag may move",
+        ),
         ({"repo": None}, "source 'hub' but no repo: set repo"),
         ({"file": None}, "source 'hub' but no file: set file"),
         ({"file": "d.csv"}, r"can't read 'd\.csv': the file must end in \.parquet, \.jsonl"),
@@ -247,55 +241,26 @@ def test_a_file_name_that_leaves_the_repo_is_refused(fill_cache) -> None:
         prepare_prompts(config(file="../d.jsonl", template="{q}"))
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a download needs: one good file, and the hub's ways to refuse."""
-
-    body = jsonl(*ROWS)
-    refusals: ClassVar[dict[str, tuple[int, dict[str, str]]]] = {
-        "/datasets/o/none/": (401, {"X-Error-Code": "RepoNotFound"}),
-        "/datasets/o/gated/": (403, {"X-Error-Code": "GatedRepo"}),
-        "/datasets/o/token/": (
-            401,
-            {"X-Error-Message": "Invalid credentials in Authorization header"},
-        ),
-        "/datasets/o/n/resolve/dead": (404, {"X-Error-Code": "RevisionNotFound"}),
-        f"/datasets/o/n/resolve/{SHA}/none": (404, {"X-Error-Code": "EntryNotFound"}),
-    }
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-        self.wfile.write(self.body)
-
-    def do_CONNECT(self) -> None:
-        self.send_error(403)
-
-    def answer(self) -> None:
-        for prefix, (status, headers) in self.refusals.items():
-            if self.path.startswith(prefix):
-                self.reply(status, {**headers, "Content-Length": "0"})
-                return
-        size = {"Content-Length": str(len(self.body))}
-        self.reply(200, {"X-Repo-Commit": SHA, "ETag": '"0123"', **size})
-
-    def reply(self, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def log_message(self, *args: Any) -> None:
-        pass
+REFUSED = {"X-Error-Message": "Invalid credentials in Authorization header"}
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    large = {"d.jsonl.gz": gzip.compress(jsonl(*ROWS), mtime=0)}
+    repos = {
+        "datasets/o/n": Repo({"d.jsonl": jsonl(*ROWS), **large}),
+        "datasets/o/other": Repo(
+            {"d.jsonl": jsonl(*ROWS), **large},
+            sent={
+                "d.jsonl": jsonl(*ROWS).replace(b"one", b"two"),
+                "d.jsonl.gz": large["d.jsonl.gz"][:-1] + b"x",
+            },
+        ),
+        "datasets/o/gated": Repo(status=403, headers=GATED),
+        "datasets/o/token": Repo(status=401, headers=REFUSED),
+    }
+    with serve(repos) as address:
+        yield address
 
 
 SCRIPT = """
@@ -312,20 +277,10 @@ for fields in json.loads(sys.argv[1]):
 """
 
 
-def ask(cases: list[dict[str, Any]], home: Path, **env: str) -> list[Any]:
-    """Prepare each case in a fresh process, for the client reads its settings when imported."""
-    kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(("HF_", "HTTP", "NO_"))}
+def prepare_all(cases: list[dict[str, Any]], home: Path, **env: str) -> list[Any]:
+    """Prepare each case; the prompts' turns, or the message that says why not."""
     common = {"name": "set", "repo": "o/n", "revision": SHA, "file": "d.jsonl", "template": "{q}"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([{**common, **case} for case in cases])],
-        env={**kept, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return ask(SCRIPT, [{**common, **case} for case in cases], home, **env)
 
 
 def test_a_file_is_fetched_once_and_each_refusal_has_its_remedy(hub: str, tmp_path: Path) -> None:
@@ -337,20 +292,27 @@ def test_a_file_is_fetched_once_and_each_refusal_has_its_remedy(hub: str, tmp_pa
         {"revision": "dead" * 10},
         {"file": "none.jsonl"},
     ]
-    turns, repo, gated, token, revision, file = ask(cases, tmp_path, HF_ENDPOINT=hub)
+    turns, repo, gated, token, revision, file = prepare_all(cases, tmp_path, HF_ENDPOINT=hub)
     assert turns == [["one?"], ["two?"]]
-    assert "o/none" in repo and "the hub has no such dataset repo" in repo
+    assert "o/none" in repo and "the hub has no such repo" in repo
     assert "the repo is gated: accept its terms" in gated
     assert "the hub refuses (" in token and "check HF_TOKEN" in token
     assert f"at revision {'dead' * 10}: the repo has no such revision" in revision
     assert f"none.jsonl of o/n at revision {SHA}: the repo has no such file" in file
-    assert not any("\n" in message for message in (repo, gated, token, revision, file))
     # What was fetched serves a later run without a network.
-    assert ask([{}], tmp_path, HF_HUB_OFFLINE="1") == [turns]
+    assert prepare_all([{}], tmp_path, HF_HUB_OFFLINE="1") == [turns]
+
+
+def test_other_bytes_than_the_hub_has_are_refused(hub: str, tmp_path: Path) -> None:
+    """Of the right length, or the client itself would notice: small and large files."""
+    cases = [{"repo": "o/other", "file": file} for file in ("d.jsonl", "d.jsonl.gz")]
+    for message, case in zip(prepare_all(cases, tmp_path, HF_ENDPOINT=hub), cases, strict=True):
+        assert f"'{case['file']}' from the hub is corrupt: checksum " in message
+        assert "the hub says " in message and "/blobs/" in message
 
 
 def test_a_network_that_refuses_is_an_unreachable_hub(hub: str, tmp_path: Path) -> None:
-    (message,) = ask([{}], tmp_path, HF_ENDPOINT="https://hub.invalid", HTTPS_PROXY=hub)
+    env = {"HF_ENDPOINT": "https://hub.invalid", "HTTPS_PROXY": hub}
+    (message,) = prepare_all([{}], tmp_path, **env)
     assert f"d.jsonl of o/n at revision {SHA}: not in the local cache, and the hub" in message
-    assert "HF_HUB_OFFLINE=1" in message and "source=file" in message
-    assert "\n" not in message
+    assert "HF_HUB_OFFLINE=1" in message and "source=file" in message and "builtin" in message

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.data.prompts import Prompt, prompts_digest, read_prompts, write_prompts
+from dspark.config import DatasetConfig
+from dspark.data.prompts import (
+    Prompt,
+    prompts_digest,
+    read_prompts,
+    split_prompts,
+    write_prompts,
+)
 from dspark.errors import UserError
 
 GOOD = '{"id": "a", "turns": ["hi"]}'
@@ -52,6 +59,14 @@ def test_final_newline_windows_newline_and_byte_order_mark_are_fine(file: Path, 
     assert read_prompts(file) == [Prompt("a", ["hi"])]
 
 
+def test_an_id_is_a_name_and_no_path(file: Path) -> None:
+    """Nothing is opened or written under it."""
+    name = "../../$(touch x);`y`/\x00"
+    write_prompts(file, [Prompt(name, [name])])
+    assert read_prompts(file) == [Prompt(name, [name])]
+    assert os.listdir(file.parent) == [file.name]
+
+
 def test_other_fields_are_dropped(file: Path) -> None:
     file.write_text('{"id": "a", "turns": ["hi"], "category": "x"}\n')
     assert read_prompts(file) == [Prompt("a", ["hi"])]
@@ -62,6 +77,7 @@ def test_other_fields_are_dropped(file: Path) -> None:
     [
         ('{"id": "b", "turns": ["x"]', "line 2: not JSON"),
         ("[" * 100_000, "line 2: JSON nested too deeply"),
+        ('{"id": ' + "1" * 5000 + "}", "line 2: not JSON that can be read (Exceeds the limit"),
         ("", "line 2: the line is blank: remove it"),
         ("  ", "line 2: the line is blank: remove it"),
         ('["b"]', "line 2: the line is a list, not an object"),
@@ -155,3 +171,25 @@ def test_the_digest_depends_on_ids_turns_and_order() -> None:
     assert prompts_digest(iter([Prompt("1", ["a", "b"]), two])) == digests[0]
     # Fixed: a digest recorded with one run must be comparable with a later run's.
     assert prompts_digest([Prompt("é", ["x"])]).startswith("667908d226c4be32")
+
+
+# ---------------------------------------------------------------------------- shards
+
+
+@given(count=st.integers(1, 40), shards=st.integers(1, 40))
+def test_shards_deal_the_prompts_out_in_turn(count: int, shards: int) -> None:
+    prompts = [Prompt(f"p{index}", ["hi"]) for index in range(count)]
+    dataset = DatasetConfig(name="set", shards=shards)
+    if shards > count:
+        with pytest.raises(UserError) as error:
+            split_prompts(dataset, prompts)
+        assert str(error.value) == (
+            f"dataset 'set' has {count} prompts but shards asks for {shards} parts: "
+            f"set shards to {count} or less"
+        )
+        return
+    parts = split_prompts(dataset, prompts)
+    assert len(parts) == shards
+    dealt = [part[turn] for turn in range(len(parts[0])) for part in parts if turn < len(part)]
+    assert dealt == prompts
+    assert len(parts[0]) - len(parts[-1]) in (0, 1)

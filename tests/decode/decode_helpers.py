@@ -142,6 +142,7 @@ def drafting(
         sampling: list[Sampling],
         _uniforms: Tensor | None = None,
         _worth: Worth | None = None,
+        _lap: object = None,
     ) -> Draft:
         rows = [row for row in engine.slots if row is not None]
         assert anchors.tolist() == [row.output[-1] for row in rows]

@@ -65,6 +65,11 @@ def test_auto_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_without_a_gpu_is_refused(no_gpu: None) -> None:
     with pytest.raises(UserError, match=r"engine.device is cuda .* set engine.device=cpu or auto"):
         resolve_device(Device.cuda)
+    field = "drafter.train.device"
+    with pytest.raises(
+        UserError, match=rf"^{field} is cuda but no GPU .*: set {field}=cpu or auto"
+    ):
+        resolve_device(Device.cuda, field)
 
 
 def test_threads_are_set_once_and_default_to_the_cores_of_this_process(
@@ -82,6 +87,7 @@ def test_the_description_of_a_cpu_run_names_all_that_numbers_depend_on() -> None
     assert set(facts) == {
         *("config_digest", "device", "device_uuid", "driver", "cuda", "threads", "cores"),
         *("memory_bytes", "load_average", "omp_wait_policy", "platform", "python", "dspark"),
+        *("node", "slurm_job_id", "cuda_visible_devices"),
         *("torch", "triton", "transformers", "tokenizers", "git_sha", "git_dirty"),
     }
     assert facts["config_digest"] == "0123456789abcdef"
@@ -91,6 +97,20 @@ def test_the_description_of_a_cpu_run_names_all_that_numbers_depend_on() -> None
     assert facts["threads"] == torch.get_num_threads()
     assert facts["memory_bytes"] > 0 and len(facts["load_average"]) == 3
     assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_description_names_the_cluster_job_and_its_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {"slurm_job_id": "SLURM_JOB_ID", "cuda_visible_devices": "CUDA_VISIBLE_DEVICES"}
+    for value in ("17", None):
+        for variable in names.values():
+            if value is None:
+                monkeypatch.delenv(variable, raising=False)
+            else:
+                monkeypatch.setenv(variable, value)
+        facts = describe("cpu", "0123456789abcdef")
+        assert [facts[name] for name in names] == [value, value]
 
 
 @pytest.mark.parametrize(("changes", "dirty"), [("", False), (" M src/dspark/cli.py", True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,22 @@ def target_copy(tmp_path: Path, target_path: Path) -> Path:
 def checkpoint(tmp_path: Path, _drafter_path: Path) -> Path:
     """A drafter checkpoint that the test may break."""
     return Path(shutil.copytree(_drafter_path, tmp_path / "drafter"))
+
+
+class _Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def trap() -> Callable[[Path], bytes]:
+    """A pickle that makes the file of the given name when it is opened."""
+    return lambda path: pickle.dumps(_Trap(path))
 
 
 @pytest.fixture

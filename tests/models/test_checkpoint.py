@@ -126,8 +126,13 @@ def test_sharded_weights_load_through_their_index(checkpoint: Path, target: Targ
     assert "lacks model-00002-of-00002.safetensors" in refused(checkpoint, target)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 100_000],
+    ids=["open", "list", "empty", "number", "names", "nested"],
+)
 def test_a_broken_index_is_named(checkpoint: Path, target: Target, text: str) -> None:
+    (checkpoint / WEIGHTS).unlink()
     (checkpoint / f"{WEIGHTS}.index.json").write_text(text)
     assert "model.safetensors.index.json' is broken" in refused(checkpoint, target)
 
@@ -400,8 +405,38 @@ def test_truncated_weights_are_corrupt(checkpoint: Path, target: Target, kept: f
     assert "model.safetensors' are corrupt" in message and "fetch them again" in message
 
 
-def test_pickled_weights_are_never_read(checkpoint: Path, target: Target) -> None:
-    torch.save(load_file(checkpoint / WEIGHTS), checkpoint / "pytorch_model.bin")
+@pytest.mark.parametrize("place", ["model.safetensors", "part.bin"])
+def test_pickled_weights_are_never_read(
+    checkpoint: Path, target: Target, trap: Callable[[Path], bytes], place: str
+) -> None:
+    """Neither where they are called safetensors nor where an index names them."""
+    mark = checkpoint / "unpickled"
     (checkpoint / WEIGHTS).unlink()
+    (checkpoint / place).write_bytes(trap(mark))
+    (checkpoint / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"a": "part.bin"}}))
     message = refused(checkpoint, target)
-    assert "lacks model.safetensors" in message and "safetensors alone" in message
+    assert ("model.safetensors' are corrupt" if place == WEIGHTS else "names 'part.bin'") in message
+    assert not mark.exists()
+
+
+def test_a_config_that_cannot_be_read_is_named(checkpoint: Path, target: Target) -> None:
+    for text in ("[" * 100_000, None):
+        (checkpoint / "config.json").unlink()
+        if text is None:
+            (checkpoint / "config.json").mkdir()
+        else:
+            (checkpoint / "config.json").write_text(text)
+        assert "config.json' is not JSON (" in refused(checkpoint, target)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_tensor_that_is_not_finite_is_named(
+    checkpoint: Path, target: Target, value: float
+) -> None:
+    name = "markov_head.markov_w2.weight"
+    broken = load_file(checkpoint / WEIGHTS)[name].clone()
+    broken[3, 5] = value
+    edit_tensors(checkpoint, add={name: broken})
+    assert f"tensor {name} holds values that are not finite: fetch it" in refused(
+        checkpoint, target
+    )

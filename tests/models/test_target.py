@@ -25,6 +25,7 @@ from dspark.config import DrafterShape
 from dspark.decode.cache import SlotCache, causal_mask
 from dspark.decode.engine import Engine, Request
 from dspark.errors import UserError
+from dspark.models import target as target_module
 from dspark.models.target import Target, load_target
 from dspark.train.start import new_drafter
 from tiny_models import FAMILIES, VOCAB, save_tiny_target
@@ -268,7 +269,8 @@ def test_pickled_weights_are_never_read(target_copy: Path) -> None:
     torch.save(load_file(target_copy / "model.safetensors"), target_copy / "pytorch_model.bin")
     (target_copy / "model.safetensors").unlink()
     message = refused(target_copy)
-    assert "has no *.safetensors" in message and "save_pretrained" in message
+    assert "lacks model.safetensors and pytorch_model.bin is a pickle" in message
+    assert "save_pretrained" in message
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.0002, 0.5, 0.9999])
@@ -276,7 +278,8 @@ def test_truncated_weights_are_refused(target_copy: Path, kept: float) -> None:
     file = target_copy / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: int(kept * len(content))])
-    assert "cannot be loaded" in refused(target_copy)
+    message = refused(target_copy)
+    assert f"target weights '{file}' are corrupt" in message and "fetch them again" in message
 
 
 def test_a_missing_tensor_is_not_filled_with_random_numbers(target_copy: Path) -> None:
@@ -285,6 +288,51 @@ def test_a_missing_tensor_is_not_filled_with_random_numbers(target_copy: Path) -
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     assert "tensor model.layers.1.mlp.up_proj.weight is missing" in refused(target_copy)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tensor_that_makes_the_logits_meaningless_is_named(
+    target_copy: Path, value: float
+) -> None:
+    file, name = target_copy / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    tensors[name][0] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    message = refused(target_copy)
+    assert (
+        f"gives logits that are not finite, for tensor {name} holds values that are not" in message
+    )
+    assert "fetch the model again" in message
+
+
+def test_weights_that_exceed_the_memory_are_refused_before_they_are_read(
+    target_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = load_target(target_path, "cpu", torch.float32).weight_bytes
+    monkeypatch.setattr(target_module, "free_bytes", lambda device: needed - 1)
+    message = refused(target_path)
+    size = f"{needed / 2**30:.3g} GiB"
+    assert f"needs {size} for its weights in float32 and cpu has {size} free" in message
+    assert "precision bfloat16" in message
+    load_target(target_path, "cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=["gpu", "cpu"],
+)
+def test_memory_that_runs_out_while_loading_is_told(
+    target_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(self: torch.nn.Module, device: str) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)  # which brings a model to its device
+    assert "for its weights in float32 and cpu has" in refused(target_path)
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(target_copy: Path) -> None:

@@ -104,6 +104,30 @@ def test_a_tokenizer_without_a_template_says_what_to_set(ask: str) -> None:
     assert tokenizer.encode_turn(["Hello"], [], chat=False)
 
 
+ESCAPES = [
+    "{{ cycler.__init__.__globals__.os.system('touch ' ~ messages[0].content) }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.append(messages[0]) }}",
+    "{% include '/etc/hostname' %}",
+    "{% import 'os' as os %}{{ os }}",
+]
+
+
+@pytest.mark.parametrize("template", [*ESCAPES, "{{ raise_exception('no roles') }}", "{% for %}"])
+def test_a_template_reaches_nothing_and_its_failure_is_one_line(
+    tmp_path: Path, template: str
+) -> None:
+    backend = tiny_tokenizer()
+    backend.chat_template = template
+    tokenizer = ChatTokenizer(backend, frozenset())
+    with pytest.raises(UserError) as caught:
+        tokenizer.encode_turn([str(tmp_path / "x")], [], chat=True)
+    message = str(caught.value)
+    assert "the target's chat template fails (" in message and "set chat=false" in message
+    assert "\n" not in message
+    assert not (tmp_path / "x").exists()
+
+
 def set_eos(folder: Path, name: str, value: Any) -> None:
     file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": value}))
@@ -129,7 +153,7 @@ def test_without_either_the_tokenizer_says_it(target_copy: Path) -> None:
     assert load_tokenizer(target_copy).eos_ids == {EOS}
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000], ids=["open", "list", "nested"])
 def test_a_broken_generation_config_is_named(target_copy: Path, text: str) -> None:
     (target_copy / "generation_config.json").write_text(text)
     with pytest.raises(UserError, match=r"generation_config\.json' is not a JSON object"):

@@ -25,7 +25,9 @@ def prepare_prompts(config: DatasetConfig) -> list[Prompt]:
     else:
         prompts = builtin_prompts(config.name)
     if not prompts:
-        raise UserError(f"dataset '{config.name}' has no prompts: {config.file} has no rows")
+        raise UserError(
+            f"dataset '{config.name}' has no prompts: {config.file} has no rows, name another file"
+        )
     if config.limit is not None and len(prompts) < config.limit:
         raise UserError(
             f"dataset '{config.name}' has {len(prompts)} prompts but limit asks for "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dspark.config import DatasetConfig
 from dspark.errors import UserError
 from dspark.files import write_text
 
@@ -66,6 +67,24 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def split_prompts(dataset: DatasetConfig, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+    """The prompts of each of the dataset's shards.
+
+    Shard i of n takes every n-th prompt from the i-th on. Files are often sorted, by subject or by
+    difficulty: this way all shards ask alike, so their devices finish together and their
+    throughputs are means of the same quantity.
+
+    Raises:
+        UserError: there are fewer prompts than shards.
+    """
+    if len(prompts) < dataset.shards:
+        raise UserError(
+            f"dataset '{dataset.name}' has {len(prompts)} prompts but shards asks for "
+            f"{dataset.shards} parts: set shards to {len(prompts)} or less"
+        )
+    return [list(prompts[start :: dataset.shards]) for start in range(dataset.shards)]
+
+
 def turns_fault(turns: Any) -> str | None:
     """What makes `turns` unfit to be asked, with the remedy; None when nothing does."""
     if not isinstance(turns, list):
@@ -94,6 +113,8 @@ def parse_json(text: str, where: str) -> Any:
         raise UserError(
             f"{where}: not JSON ({error.msg} at character {error.pos + 1}): repair the text"
         ) from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise UserError(f"{where}: not JSON that can be read ({error}): repair the text") from error
     except RecursionError as error:
         raise UserError(f"{where}: JSON nested too deeply: flatten it") from error
 
@@ -109,7 +130,9 @@ def read_text(path: str | Path) -> str:
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist: check the path") from error
     except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror or error}") from error
+        raise UserError(
+            f"can't read {path}: {error.strerror or error}: check the path and its permissions"
+        ) from error
     return decode(raw, path)
 
 

@@ -186,7 +186,9 @@ def read_rows(path: Path, kind: str, origin: str, limit: int | None) -> list[Row
         return [_object(parse_json(line, where), where) for where, line in kept[:limit]]
     rows = parse_json(text, origin)
     if not isinstance(rows, list):
-        raise UserError(f"{origin}: the file is {json_kind(rows)}, not a list of rows")
+        raise UserError(
+            f"{origin}: the file is {json_kind(rows)}, not a list of rows: name another file"
+        )
     return [_object(row, f"{origin}, row {index}") for index, row in enumerate(rows[:limit])]
 
 
@@ -200,7 +202,10 @@ def _parquet_rows(path: Path, origin: str, limit: int | None) -> list[Row]:
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{origin}: not a readable parquet file ({_first_line(error)})") from error
+        raise UserError(
+            f"{origin}: not a readable parquet file ({_first_line(error)}): name another file, or fetch it "
+            "again"
+        ) from error
     rows: list[Row] = table.slice(0, limit).to_pylist()
     return rows
 
@@ -209,12 +214,16 @@ def _bytes(path: Path, kind: str, origin: str) -> bytes:
     try:
         return gzip.decompress(path.read_bytes()) if kind.endswith(".gz") else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{origin}: the file can't be read ({_first_line(error)})") from error
+        raise UserError(
+            f"{origin}: the file can't be read ({_first_line(error)}): name another file, or fetch it again"
+        ) from error
 
 
 def _object(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise UserError(f"{where}: the row is {json_kind(value)}, not an object with fields")
+        raise UserError(
+            f"{where}: the row is {json_kind(value)}, not an object with fields: name another file"
+        )
     return value
 
 

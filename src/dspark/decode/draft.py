@@ -61,6 +61,7 @@ def propose(
     sampling: Sequence[Sampling],
     uniforms: Tensor | None = None,
     worth: Worth | None = None,
+    lap: Callable[[str], None] | None = None,
 ) -> Draft:
     """Draft k tokens after each row's anchor, or as many as are `worth` it (see `choose_tokens`).
 
@@ -72,6 +73,7 @@ def propose(
         starts: their positions [R]; the context holds positions below.
         longest: the greatest start, known to the host without asking the device.
         uniforms: [R, k] in [0, 1), needed when a row samples.
+        lap: called with "draft backbone" when that is done.
     """
     size = drafter.block_size
     offsets = torch.arange(size, device=anchors.device)
@@ -83,6 +85,8 @@ def propose(
     hidden = drafter.block_hidden(
         drafter.block_inputs(anchors), positions, lambda i, k_, v_: cache.update(k_, v_, i), mask
     )
+    if lap is not None:
+        lap("draft backbone")
     return choose_tokens(drafter, hidden, anchors, k, sampling, uniforms, worth)
 
 

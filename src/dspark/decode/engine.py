@@ -16,6 +16,8 @@ from torch import Tensor
 
 from dspark.decode.cache import SlotCache, causal_mask
 from dspark.decode.draft import Draft, Worth, confident_prefix, propose, write_context
+from dspark.decode.finite import check_step, likeliest, marked, marked_draft, target_error
+from dspark.decode.memory import check_slots, slot_bytes
 from dspark.decode.pause import Pause
 from dspark.decode.sampling import Sampling, draw, draw_uniforms, probabilities, request_generator
 from dspark.decode.schedule import StepCurve, schedule
@@ -114,6 +116,10 @@ def _policy(
     return decide
 
 
+def _no_lap(_part: str) -> None:
+    """Nobody times the parts of a step."""
+
+
 class Engine:
     """Decodes up to `concurrency` requests at once.
 
@@ -127,10 +133,13 @@ class Engine:
         curve: verify as many draft tokens as pay by this curve (Algorithm 1 of the paper), and, when
             it knows plain steps, draft only while that pays.
         detokenize: ids to text; needed for stop strings.
-        trace: called with each draft, before verification (for tests and profiles).
+        trace: called with each draft, before verification (for tests).
+        lap: called with the name of each part of the work, when it has been given to the device (for
+            profiles).
 
     Raises:
-        UserError: k is larger than the drafter's block, or the context does not hold `capacity`.
+        UserError: k is larger than the drafter's block, the context does not hold `capacity`, or the
+            device does not hold the caches.
     """
 
     def __init__(
@@ -145,6 +154,7 @@ class Engine:
         curve: StepCurve | None = None,
         detokenize: Callable[[list[int]], str] | None = None,
         trace: Callable[[Draft], None] | None = None,
+        lap: Callable[[str], None] = _no_lap,
     ) -> None:
         if k and drafter is None:
             raise UserError(f"k is {k} but there is no drafter: give one, or set k to 0")
@@ -163,9 +173,10 @@ class Engine:
         self.pause: Pause | None = None
         if self.drafter is not None and curve is not None and curve.plain is not None:
             self.pause = Pause(curve)
-        self.detokenize, self.trace = detokenize, trace
-        self.slots: list[Row | None] = [None] * concurrency
+        self.detokenize, self.trace, self.lap = detokenize, trace, lap
         reserve = k + 1 + (drafter.block_size if k and drafter is not None else 0)
+        check_slots(target, slot_bytes(target, self.drafter, capacity + reserve), concurrency)
+        self.slots: list[Row | None] = [None] * concurrency
         self.capacity = capacity
         self.cache = SlotCache(target.num_layers, concurrency, capacity + reserve)
         self.taps: Sequence[int] = self.drafter.target_layer_ids if self.drafter else ()
@@ -195,7 +206,8 @@ class Engine:
             its row; the request is over already when finish_reason is set.
 
         Raises:
-            UserError: an empty prompt, one that does not fit the capacity, or no tokens wanted.
+            UserError: an empty prompt, one that does not fit the capacity, no tokens wanted, or logits
+                that are not finite.
         """
         length = len(request.tokens)
         if length == 0:
@@ -208,6 +220,7 @@ class Engine:
                 f"by {request.max_new_tokens}, but the engine holds {self.capacity} positions: "
                 "shorten the prompt or lower max_new_tokens"
             )
+        self.lap("host")
         slot = self.slots.index(None)
         device = self.target.device
         tokens = torch.tensor([request.tokens], device=device)
@@ -218,12 +231,16 @@ class Engine:
         row = Row(request, t_submit, request_generator(request.sampling, self._id(request)))
         logits = self.target.logits(states[:, -1:])
         if request.sampling.greedy:
-            token = logits.argmax(-1)
+            token = likeliest(logits)
         else:
             uniforms = draw_uniforms([row.generator], 1, device)
             token = draw(probabilities(logits, [request.sampling]), uniforms)
+            token = marked(token[0], token.new_zeros(1), logits)
         first = int(token)
+        if first < 0:
+            raise target_error(self, f"request '{self._id(request)}', its prompt")
         row.t_first = self.clock()
+        self.lap("prefill")
         self._emit(row, [first])
         if row.finish_reason is None:
             self.slots[slot] = row
@@ -235,6 +252,9 @@ class Engine:
 
         Args:
             drafting: False leaves the draft out of this step, as a pause does.
+
+        Raises:
+            UserError: the target's logits or the drafter's states are not finite.
         """
         self._compact()
         rows = [row for row in self.slots if row is not None]
@@ -252,17 +272,23 @@ class Engine:
         )
         if self.pause is not None and self.pause.skips(len(rows)):
             drafting = False
+        self.lap("host")
         draft, limits, lengths = self._draft(batch, drafting)
         drafted = batch.anchors.new_empty(len(rows), 0)
         if draft is not None:
             drafted = draft.tokens[:, : max(lengths)]
         accepted, following = self._verify(batch, draft, drafted, limits, lengths)
+        if draft is not None:
+            following = marked_draft(following, draft.hidden)
         # A step's transfer to the host: counts and tokens, [R, width + 3] integers.
         outcome = torch.cat(
             [accepted[:, None], limits[:, None], drafted, following[:, None]], dim=1
         )
+        outcomes = outcome.tolist()
+        self.lap("accept")
+        check_step(self, batch, rows, outcomes)
         made = 0 if draft is None else draft.tokens.shape[1]
-        return self._record(rows, outcome.tolist(), made)
+        return self._record(rows, outcomes, made)
 
     def _draft(self, batch: Batch, drafting: bool) -> tuple[Draft | None, Tensor, list[int]]:
         """A draft, and how many of its tokens to verify of each row: on the device and here."""
@@ -280,7 +306,9 @@ class Engine:
             batch.uniforms,
             # Elsewhere than on a CPU, asking after each token would make the host wait for the device.
             self.decide if self.trace is None and batch.anchors.device.type == "cpu" else None,
+            self.lap,
         )
+        self.lap("Markov loop")
         if self.trace is not None:
             self.trace(draft)
         if self.decide is None:
@@ -288,7 +316,9 @@ class Engine:
         limits = self.decide(draft.confidence)
         if self.pause is not None:
             self.pause.drafted(calibrated(draft.confidence, self.drafter).sigmoid(), limits)
-        return draft, limits, limits.tolist()
+        lengths: list[int] = limits.tolist()
+        self.lap("schedule")
+        return draft, limits, lengths
 
     def _verify(
         self,
@@ -307,14 +337,17 @@ class Engine:
         tokens = torch.cat([batch.anchors[:, None], drafted], dim=1)
         here = slice(0, len(lengths))
         states, taps = self.forward(here, tokens, positions, batch.longest + width + 1, packing)
+        self.lap("verify: layers")
         if self.drafter is not None and taps is not None:
             owners = None
             if packing is not None:
                 positions, owners = packing.pack(positions)[None], packing.owners
             write_context(self.drafter, self.draft_cache, here, taps, positions, owners)
+            self.lap("drafter's context")
         logits = self.target.logits(states)
+        self.lap("verify: LM head")
         if batch.uniforms is None:
-            choice = logits.argmax(-1)
+            choice = likeliest(logits)
             choice = choice if packing is None else packing.spread(choice[0])
             return accept_greedy(choice, drafted, limits)
         logits = logits if packing is None else packing.spread(logits[0])
@@ -324,7 +357,8 @@ class Engine:
             draft_probs = draft.probs[:, :width]
         uniforms = batch.uniforms
         tests = torch.cat([uniforms[:, self.k : self.k + width], uniforms[:, -1:]], dim=1)
-        return accept_sampled(target_probs, draft_probs, drafted, limits, tests)
+        accepted, following = accept_sampled(target_probs, draft_probs, drafted, limits, tests)
+        return accepted, marked(following, accepted, logits)
 
     def _record(self, rows: list[Row], outcomes: list[list[int]], drafted: int) -> list[Row]:
         """Emit what the step gave each row and free the places of those that it finished."""
@@ -350,6 +384,7 @@ class Engine:
 
         With a packing the pass holds no token that a shorter row has not, and the states are packed.
         """
+        self.latest = (rows, tokens, positions, length, packing)
         masks = {
             kind: causal_mask(positions, length, window)
             for kind, window in self.target.windows.items()

@@ -17,8 +17,11 @@ from dspark.config import Device
 from dspark.errors import UserError
 
 
-def resolve_device(device: Device) -> str:
+def resolve_device(device: Device, field: str = "engine.device") -> str:
     """The torch device to run on; auto takes cuda when there is one.
+
+    Args:
+        field: where the config names it, for the message.
 
     Raises:
         UserError: cuda is required and there is none.
@@ -26,9 +29,7 @@ def resolve_device(device: Device) -> str:
     if device is Device.auto:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device is Device.cuda and not torch.cuda.is_available():
-        raise UserError(
-            "engine.device is cuda but no GPU can be used: set engine.device=cpu or auto"
-        )
+        raise UserError(f"{field} is cuda but no GPU can be used: set {field}=cpu or auto")
     return device.value
 
 
@@ -40,7 +41,7 @@ def set_threads(threads: int | None) -> int:
 
 
 def describe(device: str, config_digest: str) -> dict[str, Any]:
-    """Content of environment.json: device, driver, versions, git state, load, config digest."""
+    """Content of environment.json: device, driver, node, versions, git state, load, config digest."""
     facts: dict[str, Any] = {
         "config_digest": config_digest,
         "device": _cpu_name(),
@@ -52,6 +53,9 @@ def describe(device: str, config_digest: str) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": list(os.getloadavg()),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "node": platform.node(),
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+        "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "dspark": dspark.__version__,

@@ -27,6 +27,7 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from dspark.errors import UserError, nearest
 from dspark.files import write_text, written_aside
 from dspark.models import calibration, speculators
+from dspark.models.directory import corrupt, weight_files
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.head import LMHead
 from dspark.models.target import Target
@@ -84,13 +85,15 @@ def _config_of(file: Path, raw: dict[str, Any], num_target_layers: int | None) -
         config = Qwen3Config(**{**DEFAULTS, **raw})
     except Exception as error:  # its validators raise several kinds
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"drafter config '{file}': {reason}") from error
+        raise UserError(
+            f"drafter config '{file}' is not valid ({reason}): fetch the drafter again"
+        ) from error
     _settle_vocabulary(file, config)
     windowed = sorted(set(config.layer_types or ()) - {"full_attention"})
     if windowed:
         raise UserError(
             f"drafter config '{file}': layer_types has {', '.join(windowed)}, and this decoder's "
-            "drafters have full_attention alone"
+            "drafters have full_attention alone: use such a drafter"
         )
     return config
 
@@ -103,8 +106,8 @@ def _read_json(path: str | Path) -> dict[str, Any]:
         raise UserError(
             f"drafter '{path}' has no config.json: give a checkpoint directory"
         ) from error
-    except ValueError as error:
-        raise UserError(f"drafter config '{file}' is not JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"drafter config '{file}' is not JSON ({error}): fetch it again") from error
     if not isinstance(raw, dict):
         raise UserError(f"drafter config '{file}' is not a JSON object: is it a DSpark drafter?")
     return raw
@@ -120,7 +123,9 @@ def _check_value(file: Path, name: str, value: Any) -> None:
         fits = type(value) is int and value >= least
         wanted = f"a whole number of at least {least}"
     if not fits:
-        raise UserError(f"drafter config '{file}': {name} is {value!r}, expected {wanted}")
+        raise UserError(
+            f"drafter config '{file}': {name} is {value!r}, expected {wanted}: fetch the drafter again"
+        )
 
 
 def _settle_vocabulary(file: Path, config: Qwen3Config) -> None:
@@ -131,7 +136,7 @@ def _settle_vocabulary(file: Path, config: Qwen3Config) -> None:
     if size is not None and not (type(size) is int and 1 <= size <= config.vocab_size):
         raise UserError(
             f"drafter config '{file}': draft_vocab_size is {size!r}, expected a whole number in "
-            f"1..{config.vocab_size} (vocab_size)"
+            f"1..{config.vocab_size} (vocab_size): fetch the drafter again"
         )
     if size is None or size == config.vocab_size:
         del config.draft_vocab_size
@@ -159,12 +164,13 @@ def check_fits(config: Qwen3Config, target: Target, name: str | Path) -> None:
     wrong = [layer for layer in config.target_layer_ids if not -1 <= layer <= top]
     if wrong:
         raise UserError(
-            f"drafter '{name}': target_layer_ids {wrong} lie outside -1..{top} of this target"
+            f"drafter '{name}': target_layer_ids {wrong} lie outside -1..{top} of this target: use the "
+            "drafter that was trained for it"
         )
     if not 0 <= config.mask_token_id < target.vocab_size:
         raise UserError(
             f"drafter '{name}': mask_token_id {config.mask_token_id} is not in the target's "
-            f"vocabulary of {target.vocab_size}"
+            f"vocabulary of {target.vocab_size}: use the drafter that was trained for it"
         )
 
 
@@ -232,7 +238,9 @@ def _empty_drafter(config: Qwen3Config, target: Target, path: str | Path) -> DSp
         with torch.device("meta"):
             return DSparkDrafter(config, target.embed, target.head)
     except (KeyError, ValueError, ZeroDivisionError, AttributeError) as error:
-        raise UserError(f"drafter '{path}': its config makes no network ({error!r})") from error
+        raise UserError(
+            f"drafter '{path}': its config makes no network ({error!r}): fetch the drafter again"
+        ) from error
 
 
 def use_draft_vocabulary(
@@ -260,30 +268,13 @@ def _draft_ids(d2t: Tensor, vocab_size: int, name: str | Path) -> Tensor:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    index = path / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(
-                f"drafter index '{index}' is broken ({error}): fetch it again"
-            ) from error
-    files = sorted(path / name for name in names)
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
-        raise UserError(
-            f"drafter '{path}' lacks {', '.join(absent)}: weights are read from safetensors alone"
-        )
     tensors: dict[str, Tensor] = {}
-    for file in files:
+    for file in weight_files(path, "drafter"):
         try:
             with safe_open(file, framework="pt") as handle:
                 tensors.update({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise UserError(
-                f"drafter weights '{file}' are corrupt ({error}): fetch them again"
-            ) from error
+        except (SafetensorError, OSError) as error:
+            raise corrupt(file, "drafter", error) from error
     return tensors
 
 
@@ -301,20 +292,32 @@ def _check_tensors(
     expected = drafter.state_dict()
     for name, value in expected.items():
         if name not in tensors:
-            raise UserError(f"drafter '{path}': tensor {name} {list(value.shape)} is missing")
+            raise UserError(
+                f"drafter '{path}': tensor {name} {list(value.shape)} is missing: fetch the drafter again"
+            )
     shapes = optional | {name: [tuple(value.shape)] for name, value in expected.items()}
     for name, value in tensors.items():
         if name not in shapes:
-            raise UserError(f"drafter '{path}': tensor {name} is not one of a DSpark drafter's")
+            raise UserError(
+                f"drafter '{path}': tensor {name} is not one of a DSpark drafter's: use another drafter"
+            )
         if tuple(value.shape) not in shapes[name]:
             wanted = " or ".join(str(list(shape)) for shape in shapes[name])
             raise UserError(
-                f"drafter '{path}': tensor {name} is {list(value.shape)}, expected {wanted}"
+                f"drafter '{path}': tensor {name} is {list(value.shape)}, expected {wanted}: use the "
+                "drafter that was trained for this target"
             )
         if value.is_floating_point() == (name in ("d2t", "t2d")):
             found = str(value.dtype).removeprefix("torch.")
             wanted = "whole numbers" if value.is_floating_point() else "unquantised weights"
-            raise UserError(f"drafter '{path}': tensor {name} is {found}, expected {wanted}")
+            raise UserError(
+                f"drafter '{path}': tensor {name} is {found}, expected {wanted}: fetch the drafter again"
+            )
+        if value.is_floating_point() and not value.isfinite().all():
+            raise UserError(
+                f"drafter '{path}': tensor {name} holds values that are not finite: fetch it again, or "
+                "train it anew"
+            )
 
 
 def save_drafter(

@@ -71,15 +71,23 @@ def verify(path: Path, sha256: str) -> Path:
 
 
 def convert_gguf(gguf: Path, out: Path) -> None:
-    """Write a GGUF model as a local Hugging Face directory (float32 safetensors and tokenizer)."""
-    # Without an explicit dequantisation the loaded model refuses to be saved.
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    """Write a GGUF model as a local Hugging Face directory (float32 safetensors and tokenizer).
+
+    Raises:
+        UserError: the file is no GGUF model, or is cut short.
+    """
+    try:
+        # Without an explicit dequantisation the loaded model refuses to be saved.
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except Exception as error:  # whatever its reader makes of bytes that mean nothing
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"'{gguf.name}' cannot be converted ({reason}): fetch it again") from error
     split_digits(tokenizer)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -1,7 +1,7 @@
 """Make target and drafter available as local directories, and write down exactly what they are.
 
 `target.json` and `drafter.json` are what the bench jobs take as inputs: name, source, directory,
-revision and the sha256 of every weight and tokenizer file.
+revision and the sha256 of every weight and tokenizer file, which a job compares before it loads them.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from dspark.config import DrafterConfig, ModelSource, TargetConfig
 from dspark.errors import UserError, nearest
-from dspark.files import write_text
+from dspark.files import cannot_write, write_text
+from dspark.hub import check_content, check_pinned, one_line
+from dspark.models.directory import check_code, weight_files
 
 # What is fetched from a hub repo: no pickles, no code.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+CODE_PATTERN = "*.py"  # fetched too when target.trust_remote_code is set
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class PreparedModel:
     path: str
     revision: str | None
     files: dict[str, str]  # file name to sha256
+    trust_remote_code: bool = False  # of a target: whether its own code may run
 
     @classmethod
     def read(cls, path: str | Path) -> PreparedModel:
@@ -41,11 +47,12 @@ class PreparedModel:
         """
         try:
             model = cls(**json.loads(Path(path).read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            there = Path(model.path).is_dir()
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UserError(
                 f"'{path}' is not a prepared model ({error}): run `dspark prepare`"
             ) from error
-        if not Path(model.path).is_dir():
+        if not there:
             raise UserError(
                 f"'{path}' names '{model.path}', which is gone: delete it and run again"
             )
@@ -54,10 +61,55 @@ class PreparedModel:
     def write(self, path: str | Path) -> None:
         write_text(Path(path), json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
+    def check_unchanged(self, path: str | Path) -> None:
+        """Refuse a model whose files are not those that `path` was written for.
+
+        A file is hashed once: its size and time of change are then kept beside `path`, and it is
+        hashed again only when one of them is another.
+
+        Raises:
+            UserError: a file is gone or its content has changed.
+        """
+        record = Path(path).with_suffix(".seen.json")
+        before = _read_seen(record)
+        now = {}
+        for name, expected in self.files.items():
+            file = Path(self.path) / name
+            if not file.is_file():
+                raise UserError(
+                    f"model '{self.name}': '{file}' is gone: restore it, or delete '{path}' and run again"
+                )
+            stat = file.stat()
+            now[name] = [expected, stat.st_size, stat.st_ctime_ns]
+            if before.get(name) != now[name] and (found := _sha256(file)) != expected:
+                raise UserError(
+                    f"model '{self.name}': '{file}' has changed since it was prepared: sha256 {found}, "
+                    f"expected {expected}; restore it, or delete '{path}' and run again"
+                )
+        if now != before:
+            with suppress(UserError):  # where it cannot be kept, the next job hashes again
+                write_text(record, json.dumps(now, indent=2, sort_keys=True) + "\n")
+
+
+def _read_seen(record: Path) -> dict[str, Any]:
+    try:
+        seen = json.loads(record.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return seen if isinstance(seen, dict) else {}
+
 
 def prepare_target(config: TargetConfig, store: Path) -> PreparedModel:
-    """Make the target available; an embedded one is converted once into `store`."""
-    return _prepare(config, store, {"smollm2_135m": _embedded_target})
+    """Make the target available; an embedded one is converted once into `store`.
+
+    Raises:
+        UserError: it cannot be had, its weights are missing, corrupt or no safetensors, or it brings
+            code of its own that is not trusted.
+    """
+    own, trusted = {"smollm2_135m": _embedded_target}, config.trust_remote_code
+    model = _prepare(config, store, own, "target", trusted)
+    check_code(model.path, trusted)
+    return model
 
 
 def prepare_drafter(
@@ -78,14 +130,17 @@ def prepare_drafter(
                 "checkpoint: run `dspark train`, or the experiment's DAG, which trains it"
             )
         path = trained.resolve()
+        weight_files(path, "drafter")
         return PreparedModel(config.name, config.source.value, str(path), None, hash_files(path))
-    return _prepare(config, store, {"smollm2_135m": _embedded_drafter})
+    return _prepare(config, store, {"smollm2_135m": _embedded_drafter}, "drafter")
 
 
 def _prepare(
     config: TargetConfig | DrafterConfig,
     store: Path,
-    embedded: dict[str, Callable[[str, Path], Path]],
+    embedded: Mapping[str, Callable[[str, Path], Path]],
+    what: str,
+    trusted: bool = False,
 ) -> PreparedModel:
     revision = None
     if config.source is ModelSource.embedded:
@@ -94,13 +149,19 @@ def _prepare(
         path = embedded[config.name](config.name, store)
     elif config.source is ModelSource.train:
         raise UserError(
-            f"target '{config.name}' has source 'train': only drafters are trained here"
+            f"target '{config.name}' has source 'train': only drafters are trained here, choose hub, "
+            "local or embedded"
         )
     elif config.source is ModelSource.local:
         path = _local(config)
     else:
-        path, revision = _hub(config), config.revision
-    return PreparedModel(config.name, config.source.value, str(path), revision, hash_files(path))
+        path, revision = _hub(config, what, trusted), config.revision
+    weight_files(path, what)
+    digests = hash_files(path)
+    if config.source is ModelSource.hub:
+        for name, sha256 in digests.items():
+            check_content(path / name, sha256)
+    return PreparedModel(config.name, config.source.value, str(path), revision, digests, trusted)
 
 
 def _embedded_target(name: str, store: Path) -> Path:
@@ -110,9 +171,12 @@ def _embedded_target(name: str, store: Path) -> Path:
     if not final.is_dir():  # a directory under the final name is always whole
         part = store / f"{name}.part"
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        prepare_embedded_target(part)
-        part.rename(final)
+        try:
+            part.mkdir(parents=True)
+            prepare_embedded_target(part)
+            part.rename(final)
+        except OSError as error:
+            raise cannot_write(final, error) from error
     return final.resolve()
 
 
@@ -133,41 +197,31 @@ def _local(config: TargetConfig | DrafterConfig) -> Path:
     return path.resolve()
 
 
-def _hub(config: TargetConfig | DrafterConfig) -> Path:
+def _hub(config: TargetConfig | DrafterConfig, what: str, trusted: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
-    from huggingface_hub.utils import logging
 
-    if config.repo is None or config.revision is None:
+    repo, revision = check_pinned(f"{what} '{config.name}'", config.repo, config.revision)
+    with one_line(
+        f"{what} '{config.name}': {repo} at revision {revision}",
+        f"hf download {repo} --revision {revision}",
+        f"set {what}.source=local and {what}.path, or {what}=smollm2_135m, which needs no hub",
+    ):
+        patterns = [*HUB_PATTERNS, CODE_PATTERN] if trusted else HUB_PATTERNS
+        path = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    if not (path / "config.json").is_file():
         raise UserError(
-            f"model '{config.name}' has source 'hub' but no repo and revision: pin both, "
-            "so that a re-run gets the same weights"
+            f"{what} '{config.name}': {repo} has no config.json at revision {revision}: check repo "
+            "and revision"
         )
-    where = f"{config.repo} at revision {config.revision}"
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()  # no notice of each retry: one line at the end says it all
-    try:
-        return Path(
-            snapshot_download(config.repo, revision=config.revision, allow_patterns=HUB_PATTERNS)
-        )
-    except LocalEntryNotFoundError as error:
-        raise UserError(
-            f"model '{config.name}': the hub cannot be reached and {where} is not in the local "
-            "cache; fetch it where there is a network (HF_HUB_CACHE says where to), or set "
-            "source=local and path"
-        ) from error
-    except (HTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"model '{config.name}': cannot fetch {where}: {reason}") from error
-    finally:
-        logging.set_verbosity(level)
+    return path
 
 
 def hash_files(path: Path) -> dict[str, str]:
     """sha256 of each file of a model directory (its top level), by name."""
-    digests = {}
-    for file in sorted(path.iterdir()):
-        if file.is_file() and not file.name.startswith("."):
-            with file.open("rb") as handle:
-                digests[file.name] = hashlib.file_digest(handle, "sha256").hexdigest()
-    return digests
+    files = [file for file in sorted(path.iterdir()) if file.is_file()]
+    return {file.name: _sha256(file) for file in files if not file.name.startswith(".")}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

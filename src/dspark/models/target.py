@@ -7,6 +7,7 @@ with a caller's KV cache, the hidden states of some layers ("taps"), and logits 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from dspark.errors import UserError
+from dspark.memory import free_bytes, gib, is_out_of_memory
 from dspark.models.attention import NAME, Packing
+from dspark.models.directory import check_code, weight_bytes, weight_files
 from dspark.models.fused import FAMILIES, FusedDecoder
 from dspark.models.head import LMHead
 from dspark.models.packed import pack_linears
@@ -35,6 +38,7 @@ class Target:
         self.vocab_size: int = self.lm_head.weight.shape[0]
         self.num_layers: int = self.config.num_hidden_layers
         self.max_positions: int = self.config.max_position_embeddings
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         # Cohere multiplies its logits, Granite divides them.
         multiplier = getattr(self.config, "logit_scale", None) or 1.0
         self.head = LMHead(
@@ -128,24 +132,33 @@ class Target:
         return self.head(states)
 
 
-def load_target(path: str | Path, device: str, dtype: torch.dtype) -> Target:
-    """Load a Hugging Face model directory, safetensors only and without remote code.
+def load_target(
+    path: str | Path, device: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> Target:
+    """Load a Hugging Face model directory, safetensors only.
+
+    Args:
+        trust_remote_code: whether code that the directory brings may run.
 
     Raises:
         UserError: no such directory, a model transformers cannot load as a causal LM, weights that
-            are incomplete, corrupt or in another format than safetensors, or a family whose forward
-            pass does more than the decoder knows of.
+            are incomplete, corrupt, too large for the device or in another format than safetensors,
+            code that is not trusted, or a family whose forward pass does more than the decoder knows
+            of.
     """
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"target '{path}' has no config.json: give a Hugging Face model directory")
-    if not any(Path(path).glob("*.safetensors")):
-        raise UserError(
-            f"target '{path}' has no *.safetensors: no other weights are read, save it again with "
-            "save_pretrained"
-        )
+    check_code(path, trust_remote_code)
+    files = weight_files(path, "target")
+    too_large = partial(_too_large, path, files, device, dtype)
+    if _needed(files, dtype) > free_bytes(device):
+        raise UserError(too_large())
     logging.disable_progress_bar()  # a bar over the tensors of a local file only clutters the log
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+        _check_weights_name(path, config)
         if config.is_encoder_decoder:
             raise UserError(
                 f"target '{path}' is an encoder-decoder ({config.model_type}): "
@@ -157,7 +170,7 @@ def load_target(path: str | Path, device: str, dtype: torch.dtype) -> Target:
             attn_implementation="sdpa",
             use_safetensors=True,
             local_files_only=True,
-            trust_remote_code=False,
+            trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # so that the report names them
             output_loading_info=True,
         )
@@ -165,11 +178,17 @@ def load_target(path: str | Path, device: str, dtype: torch.dtype) -> Target:
         _check_complete(path, report)
         model = model.to(device)
         theirs = _own_logits(model)
+        _check_finite(path, model, theirs)
         model.set_attn_implementation(NAME)
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"target '{path}' cannot be loaded: {_one_line(error)}") from error
+        if is_out_of_memory(error):
+            raise UserError(too_large()) from error
+        raise UserError(
+            f"target '{path}' cannot be loaded ({_one_line(error)}): check config.json, or fetch the "
+            "model again"
+        ) from error
     try:
         target = Target(model)
         reason = _length_dependent_rope(target.config) or _disagreement(target, theirs)
@@ -182,6 +201,30 @@ def load_target(path: str | Path, device: str, dtype: torch.dtype) -> Target:
         )
     target.packs = _packs(target, theirs)
     return target
+
+
+def _needed(files: list[Path], dtype: Any) -> int:
+    """Bytes of the weights as they are loaded; `dtype` may be transformers' "auto"."""
+    return weight_bytes(files, dtype if isinstance(dtype, torch.dtype) else None)
+
+
+def _too_large(path: str | Path, files: list[Path], device: str, dtype: Any) -> str:
+    kind = str(dtype).removeprefix("torch.")
+    return (
+        f"target '{path}' needs {gib(_needed(files, dtype))} for its weights in {kind} and {device} has "
+        f"{gib(free_bytes(device))} free: take a smaller model, precision bfloat16 or a device with "
+        "more memory"
+    )
+
+
+def _check_weights_name(path: str | Path, config: Any) -> None:
+    """Refuse a config that names another file for its weights: transformers would open a pickle."""
+    name = getattr(config, "transformers_weights", None)
+    if name is not None:
+        raise UserError(
+            f"target '{path}': transformers_weights in config.json names '{name}', and weights are read "
+            "from model.safetensors or its index alone: delete the field"
+        )
 
 
 def _length_dependent_rope(config: Any) -> str | None:
@@ -208,6 +251,19 @@ def _check_complete(path: str | Path, report: Any) -> None:
         )
     for name in sorted(report["missing_keys"]):
         raise UserError(f"target '{path}': tensor {name} is missing: fetch the model again")
+
+
+def _check_finite(path: str | Path, model: Any, logits: Tensor) -> None:
+    """Refuse a model whose logits say nothing, naming the tensor that makes them so if one does."""
+    if logits.isfinite().all():
+        return
+    tensors = model.named_parameters()
+    broken = next((name for name, value in tensors if not value.isfinite().all()), None)
+    cause = "" if broken is None else f", for tensor {broken} holds values that are not"
+    raise UserError(
+        f"target '{path}' gives logits that are not finite{cause}: fetch the model again, or take "
+        "precision float32"
+    )
 
 
 class _Appended:

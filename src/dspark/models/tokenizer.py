@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from dspark.errors import UserError
+from dspark.models.directory import check_code
 
 _MARK = "\u2402user\u2402"  # stands for the user's text while the template's open prefix is found
 
@@ -28,7 +29,7 @@ class ChatTokenizer:
         it the texts are joined by blank lines and sent as they are.
 
         Raises:
-            UserError: `chat` is asked of a tokenizer without a chat template.
+            UserError: `chat` is asked of a tokenizer without a chat template, or that fails.
         """
         if not chat:
             parts = [part for pair in zip(turns, answers, strict=False) for part in pair]
@@ -45,7 +46,7 @@ class ChatTokenizer:
         """Ids of a conversation whose first user turn has begun with `opener` and is not over.
 
         Raises:
-            UserError: the tokenizer has no chat template.
+            UserError: the tokenizer has no chat template, or that fails.
         """
         text = self._lay_out([{"role": "user", "content": _MARK}], add_generation_prompt=False)
         return self._ids(text.split(_MARK)[0] + opener)
@@ -59,29 +60,45 @@ class ChatTokenizer:
             raise UserError(
                 "the target's tokenizer has no chat template: set chat=false for its datasets"
             )
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        try:  # the template is code of the model's, in Jinja's sandbox
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:
+            raise UserError(
+                f"the target's chat template fails ({_one_line(error)}): mend it in the tokenizer's "
+                "files, or set chat=false for its datasets"
+            ) from error
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def load_tokenizer(path: str | Path) -> ChatTokenizer:
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> ChatTokenizer:
     """Load the tokenizer of a Hugging Face model directory and its end-of-sequence ids.
 
+    Args:
+        trust_remote_code: whether code that the directory brings may run.
+
     Raises:
-        UserError: the directory holds no tokenizer that transformers can load, or its configs are
-            broken.
+        UserError: the directory holds no tokenizer that transformers can load, its configs are
+            broken, or it brings code that is not trusted.
     """
+    check_code(path, trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
+            path, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"target '{path}' has no usable tokenizer: {reason}") from error
+        raise UserError(
+            f"target '{path}' has no usable tokenizer ({_one_line(error)}): put the model's tokenizer "
+            "files beside its config"
+        ) from error
     return ChatTokenizer(tokenizer, _eos_ids(Path(path), tokenizer.eos_token_id))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _eos_ids(path: Path, fallback: int | None) -> frozenset[int]:
@@ -90,7 +107,7 @@ def _eos_ids(path: Path, fallback: int | None) -> frozenset[int]:
         file = path / name
         try:
             value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        except (ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"'{file}' is not a JSON object ({error}): fetch the model again"
             ) from error
