@@ -43,6 +43,7 @@ def test_every_verb_has_help(verb: list[str]) -> None:
         (["config", "demmo"], "did you mean 'demo'?"),
         (["run", "demmo"], "did you mean 'demo'?"),
         (["table", "nowhere.json", "--out", "t.md"], "nowhere.json"),
+        (["merge", "nowhere"], "config file 'nowhere/config.yaml' does not exist"),
         (["prompts", "--config", "nowhere.yaml", "--out", "p.jsonl"], "does not exist"),
         (["track", "nowhere"], "nowhere"),
         (["train", "--out", "x", "drafter.train.promts=3"], "did you mean 'prompts'?"),

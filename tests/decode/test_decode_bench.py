@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import groupby, pairwise
@@ -25,8 +26,9 @@ from dspark.config import (
     SamplingConfig,
 )
 from dspark.data.prompts import Prompt
-from dspark.decode.bench import Job, read_journal, run_job, top_two_margin
+from dspark.decode.bench import Job, run_job, top_two_margin
 from dspark.decode.engine import Engine, Request, Row
+from dspark.decode.journal import read_journal
 from dspark.decode.records import RequestRecord
 from dspark.decode.schedule import fit_curve
 from dspark.errors import UserError
@@ -372,16 +374,97 @@ def test_another_jobs_journal_is_refused(
     path = tmp_path / "j.jsonl"
     path.write_bytes(undisturbed[1])
     fewer_runs = make_job(models, job_config({"baseline": RUNS["baseline"]}), prompts(7, turns=2))
-    with pytest.raises(UserError, match=r"holds run 'k.*' of prompt 'p.*', .*: delete"):
+    with pytest.raises(UserError, match=r"turn 1 of prompt 'p.*' in run 'k.*', .*: delete"):
         run_job(fewer_runs, path)
-    with pytest.raises(UserError, match=r"of prompt 'p.*', which this job has not"):
+    with pytest.raises(UserError, match=r"of prompt 'p.*' in run '.*', which this job has not"):
         run_job(make_job(models, job_config(), prompts(2, turns=2)), path)
+    with pytest.raises(
+        UserError,
+        match=r"turn 2 of prompt 'p.*', which this job has not".replace("', w", "' in run '.*', w"),
+    ):
+        run_job(make_job(models, job_config(), prompts(7, turns=1)), path)
 
 
-def test_no_journal_means_no_records(tmp_path: Path) -> None:
-    assert read_journal(tmp_path / "absent.jsonl") == []
-    (tmp_path / "empty.jsonl").write_bytes(b"")
-    assert read_journal(tmp_path / "empty.jsonl") == []
+def test_a_warm_up_prompt_is_no_prompt_of_the_job(
+    models: Models, undisturbed: tuple[list[RequestRecord], bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / "j.jsonl"
+    path.write_bytes(undisturbed[1].splitlines(keepends=True)[0].replace(b'"p0"', b'"warmup/0"'))
+    with pytest.raises(UserError, match="prompt 'warmup/0' in run 'baseline', which this job has"):
+        run_job(make_job(models, job_config(), prompts(7, turns=2)), path)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_request_that_is_there_twice_is_refused(
+    models: Models, undisturbed: tuple[list[RequestRecord], bytes], tmp_path: Path, turns: int
+) -> None:
+    """Two processes made it, at the same time: what they measured is each other."""
+    path = tmp_path / "j.jsonl"
+    lines = undisturbed[1].splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[turns]]))
+    job = make_job(models, job_config(), prompts(7, turns=2))
+    with Admissions() as admitted, pytest.raises(UserError, match="twice: two processes ran"):
+        run_job(job, path)
+    assert not admitted and path.read_bytes().count(b"\n") == len(lines) + 1
+
+
+def test_a_line_that_was_deleted_takes_the_later_turns_with_it(
+    models: Models, undisturbed: tuple[list[RequestRecord], bytes], tmp_path: Path
+) -> None:
+    """A later turn was asked with an answer that is gone; what to do is said until it is whole."""
+    path = tmp_path / "j.jsonl"
+    lines = undisturbed[1].splitlines(keepends=True)
+    first = next(line for line in lines if json.loads(line)["turn"] == 0)
+    name = json.loads(first)["prompt_id"]
+    rest = [line for line in lines if line != first]
+    path.write_bytes(b"".join(rest))
+    job = make_job(models, job_config(), prompts(7, turns=2))
+    with pytest.raises(
+        UserError, match=f"turn 2 of prompt '{name}' in run '.*' but not turn 1: delete the line"
+    ):
+        run_job(job, path)
+    second = next(
+        line
+        for line in rest
+        if (json.loads(line)["prompt_id"], json.loads(line)["run"])
+        == (name, json.loads(first)["run"])
+    )
+    path.write_bytes(b"".join(line for line in rest if line != second))
+    with Admissions() as admitted:
+        records = run_job(job, path)
+    assert admitted == [f"{name}#0", f"{name}#1"]
+    assert [counts(r) for r in records] == [counts(r) for r in undisturbed[0]]
+
+
+def test_each_arm_that_goes_on_is_warmed_up_again(
+    models: Models, undisturbed: tuple[list[RequestRecord], bytes], tmp_path: Path
+) -> None:
+    """An arm with nothing left is not; windows go on with their own numbers."""
+    path = tmp_path / "j.jsonl"
+    lines = [json.loads(line) for line in undisturbed[1].splitlines()]
+    done = [r for r in lines if r["run"] == "k3" or r["prompt_id"] in ("p0", "p1")]
+    path.write_text("".join(json.dumps(r) + "\n" for r in done))
+    with Admissions() as admitted:
+        records = run_job(make_job(models, job_config(), prompts(7, turns=2)), path)
+    assert admitted.warmup == ["warmup/0#0", "warmup/1#0"] * 2
+    assert len(admitted) == len(lines) - len(done)
+    windows = {(r.run, r.prompt_id): r.window for r in records}
+    assert [windows["baseline", f"p{i}"] for i in range(7)] == [0, 0, 1, 1, 2, 2, 2]
+    assert [windows["k3", f"p{i}"] for i in range(7)] == [0, 0, 0, 0, 1, 1, 1]
+    check_records(records)
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours = iter(range(10**9, 0, -3600))
+    monkeypatch.setattr(time, "time", lambda: float(next(hours)))
+    begun = time.perf_counter()
+    records = run_job(make_job(models, job_config(), prompts(4, turns=2)), tmp_path / "j.jsonl")
+    assert next(hours) == 10**9  # nobody looked
+    check_records(records)
+    times = [t for r in records for t in (r.t_submit, r.t_first, *r.step_t, r.t_last)]
+    assert begun < min(times) and max(times) < time.perf_counter()
 
 
 # ----------------------------------------------------------------------------------- conversations

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dspark.decode.engine import Engine, Request, Row
 from dspark.decode.loop import closed_loop
+from dspark.errors import UserError
 from dspark.models.target import Target
 
 
@@ -183,3 +184,32 @@ def test_slots_that_are_filled_together_are_submitted_together(k: int) -> None:
 
 def test_no_prompts_need_no_steps() -> None:
     assert run(Watched(counting(), capacity=10), {}) == []
+
+
+@settings(deadline=None, max_examples=40)
+@given(turns=work, slots=st.integers(1, 3), reading=st.integers(1, 60))
+def test_a_clock_that_goes_backwards_is_refused_whenever_it_does(
+    turns: list[list[int]], slots: int, reading: int
+) -> None:
+    """No row is given out with such a time, and none is measured after it."""
+    lengths = {f"p{index}": item for index, item in enumerate(turns)}
+    readings: list[float] = []
+
+    class Broken(Engine):
+        def clock(self) -> float:
+            readings.append(super().clock() - (3600 if len(readings) >= reading else 0))
+            return readings[-1]
+
+    engine = Broken(counting(), concurrency=slots, capacity=60)
+    prompts = [(name, len(items)) for name, items in lengths.items()]
+    rows: list[Row] = []
+    try:
+        rows.extend(closed_loop(engine, prompts, make_request(lengths)))  # type: ignore[arg-type]
+    except UserError as error:
+        assert "this machine's monotonic clock went back by 3" in str(error)
+        assert len(readings) > reading
+    else:
+        assert len(readings) <= reading
+    for row in rows:
+        times = [row.t_submit, row.t_first, *(step.t for step in row.steps)]
+        assert times == sorted(times) and readings.index(times[-1]) < reading

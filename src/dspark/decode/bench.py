@@ -2,27 +2,22 @@
 
 The arms take turns block by block and the order rotates, so that a speedup compares the same prompts
 on the same device at nearly the same time. Each finished request is appended to a journal at once; a
-killed job that starts again goes on where it stopped, in a new measured window, so that no window
-spans the gap.
+killed job that starts again goes on where it stopped, warmed up again and in a new measured window, so
+that no window spans the gap.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
 
 import torch
-from tqdm import tqdm
 
-from dspark.config import History, JobConfig, RunConfig
+from dspark.config import History, JobConfig
 from dspark.data.prompts import Prompt
 from dspark.decode.engine import Engine, Request, Row
+from dspark.decode.journal import append_record, open_journal, read_journal
 from dspark.decode.loop import closed_loop
 from dspark.decode.records import RequestRecord
 from dspark.decode.sampling import Sampling
@@ -31,6 +26,7 @@ from dspark.errors import UserError
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 from dspark.models.tokenizer import ChatTokenizer
+from dspark.progress import arm_progress, job_bar
 
 TEMPLATE_SLACK = 16  # tokens that a template may add around each earlier answer
 
@@ -74,6 +70,11 @@ class Job:
             )
             for name, run in config.runs.items()
         }
+
+    @property
+    def requests(self) -> int:
+        """Requests of all runs together."""
+        return sum(len(prompt.turns) for prompt in self.prompts) * len(self.engines)
 
     def _longest(self, prompt: Prompt, limit: int | None) -> int:
         """Positions that the longest turn of a prompt can come to need, its answer included."""
@@ -132,32 +133,19 @@ def run_job(job: Job, journal: Path) -> list[RequestRecord]:
     """Run what the journal does not hold yet; returns all records, in run and prompt order.
 
     Raises:
-        UserError: the journal is damaged, or another job's.
+        UserError: the journal is damaged, another job's, or cannot be written; the clock went
+            backwards.
     """
     records = read_journal(journal)
     runs = job.config.runs
-    for record in records:
-        if record.run not in runs or record.prompt_id not in job.turns:
-            raise UserError(
-                f"journal '{journal}' holds run '{record.run}' of prompt "
-                f"'{record.prompt_id}', which this job has not: delete the file"
-            )
-    done: dict[str, dict[str, list[list[int]]]] = {name: defaultdict(list) for name in runs}
+    done = _answered(job, records, journal)
     windows = dict.fromkeys(runs, 0)
     for record in records:
-        done[record.run][record.prompt_id].append(record.output_token_ids)
         windows[record.run] = max(windows[record.run], record.window + 1)
-    requests = sum(len(prompt.turns) for prompt in job.prompts)
     warm: set[str] = set()
     with (
-        journal.open("a") as handle,
-        tqdm(
-            total=requests * len(runs),
-            initial=len(records),
-            unit="req",
-            desc=job.config.dataset.name,
-            mininterval=1.0 if sys.stderr.isatty() else 10.0,
-        ) as bar,
+        open_journal(journal) as handle,
+        job_bar(job.config.dataset.name, len(records), job.requests) as bar,
     ):
         for block, name in _schedule(job, list(runs)):
             left = [prompt for prompt in block if len(done[name][prompt.id]) < len(prompt.turns)]
@@ -166,14 +154,49 @@ def run_job(job: Job, journal: Path) -> list[RequestRecord]:
             if name not in warm:
                 _warm_up(job, name)
                 warm.add(name)
+            answered: list[RequestRecord] = []
             for row in _run_block(job, name, left, done[name]):
                 record = to_record(row, job.config.dataset.name, name, windows[name])
-                _append(handle, record)
-                records.append(record)
-                bar.set_postfix_str(f"{name} {_accept_len(row, runs[name])}", refresh=False)
+                append_record(handle, record)
+                answered.append(record)
+                bar.set_postfix_str(arm_progress(name, answered), refresh=False)
                 bar.update()
+            records += answered
             windows[name] += 1
     return _ordered(records, list(runs), job.prompts)
+
+
+def _answered(
+    job: Job, records: Sequence[RequestRecord], journal: Path
+) -> dict[str, dict[str, list[list[int]]]]:
+    """Output ids of the turns that are done, in their order, by run and prompt id.
+
+    Raises:
+        UserError: the records are not those of a job that was stopped.
+    """
+    turns = {prompt.id: len(prompt.turns) for prompt in job.prompts}
+    done: dict[str, dict[str, list[list[int]]]] = {
+        name: defaultdict(list) for name in job.config.runs
+    }
+    for record in records:
+        held = (
+            f"journal '{journal}' holds turn {record.turn + 1} of prompt '{record.prompt_id}' in run "
+            f"'{record.run}'"
+        )
+        if record.run not in done or record.turn >= turns.get(record.prompt_id, 0):
+            raise UserError(f"{held}, which this job has not: delete the file")
+        answers = done[record.run][record.prompt_id]
+        if record.turn < len(answers):
+            raise UserError(
+                f"{held} twice: two processes ran at once, and neither's times can be trusted, so "
+                "delete the file"
+            )
+        if record.turn > len(answers):
+            raise UserError(
+                f"{held} but not turn {len(answers) + 1}: delete the line, and both run again"
+            )
+        answers.append(record.output_token_ids)
+    return done
 
 
 def _schedule(job: Job, runs: list[str]) -> Iterator[tuple[list[Prompt], str]]:
@@ -220,43 +243,6 @@ def to_record(row: Row, dataset: str, run: str, window: int) -> RequestRecord:
         step_accepted=[step.accepted for step in row.steps],
         step_cut=[step.cut for step in row.steps],
     )
-
-
-def _accept_len(row: Row, run: RunConfig) -> str:
-    if run.k == 0 or not row.steps:
-        return ""
-    return f"accept len {sum(step.emitted for step in row.steps) / len(row.steps):.2f}"
-
-
-def _append(handle: TextIO, record: RequestRecord) -> None:
-    """One line, on the disk before the next request is counted."""
-    handle.write(json.dumps(asdict(record)) + "\n")
-    handle.flush()
-    os.fsync(handle.fileno())
-
-
-def read_journal(path: Path) -> list[RequestRecord]:
-    """Records of an earlier start. A last line that a kill cut short is removed from the file.
-
-    Raises:
-        UserError: a line that is not a record, other than an unfinished last one.
-    """
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        with path.open("r+b") as handle:
-            handle.truncate(len(whole))
-    records = []
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            records.append(RequestRecord(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise UserError(
-                f"journal '{path}' line {number} is damaged: delete the file"
-            ) from error
-    return records
 
 
 def _ordered(

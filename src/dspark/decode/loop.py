@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from dspark.decode.engine import Engine, Request, Row
+from dspark.errors import UserError
 
 
 def closed_loop(
@@ -24,14 +26,20 @@ def closed_loop(
         prompts: (prompt id, number of turns), in the order in which they are submitted.
         make_request: builds turn `t` of a prompt from the outputs of its earlier turns.
         answered: outputs of turns that were answered before this call, by prompt id.
+
+    Raises:
+        UserError: the engine's clock went backwards, so that no time of a request can be trusted.
     """
     turns = dict(prompts)
     answers = {name: list((answered or {}).get(name, [])) for name in turns}
     waiting = deque(name for name, _ in prompts)
+    latest = float("-inf")
     while waiting or engine.active:
         finished: list[Row] = []
         # All free places are taken at the same moment: who is prefilled second has waited for it.
         submitted = engine.clock()
+        _require_forward(latest, submitted)
+        latest = submitted
         for _ in range(min(engine.free, len(waiting))):
             name = waiting.popleft()
             row = engine.admit(make_request(name, len(answers[name]), answers[name]), submitted)
@@ -42,6 +50,18 @@ def closed_loop(
         for row in finished:
             name = row.request.prompt_id
             answers[name].append(row.output)
+            times = (row.t_submit, row.t_first, *(step.t for step in row.steps))
+            _require_forward(*times)
+            latest = max(latest, times[-1])
             if len(answers[name]) < turns[name]:
                 waiting.appendleft(name)
             yield row
+
+
+def _require_forward(*times: float) -> None:
+    for before, after in pairwise(times):
+        if after < before:
+            raise UserError(
+                f"this machine's monotonic clock went back by {before - after:.6g} s: no time taken "
+                "here can be trusted, so run again on another machine, or after restarting this one"
+            )

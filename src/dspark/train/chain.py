@@ -25,10 +25,11 @@ from dspark.errors import UserError, nearest
 from dspark.models.calibration import write_calibration
 from dspark.models.checkpoint import load_drafter
 from dspark.models.drafter import DSparkDrafter
-from dspark.models.prepare import prepare_target
+from dspark.models.prepare import PreparedModel, prepare_target
 from dspark.models.target import Target, load_target
-from dspark.models.tokenizer import load_tokenizer
+from dspark.models.tokenizer import ChatTokenizer, load_tokenizer
 from dspark.report.reliability import plot_reliability
+from dspark.signals import Interrupted
 from dspark.train.cache import StateCache, write_cache
 from dspark.train.calibrate import calibrate
 from dspark.train.evaluate import draft_response, visited
@@ -57,31 +58,43 @@ def run_chain(config: ModelsConfig, store: Path, out: Path, stage: str | None = 
         raise UserError(f"drafter '{config.drafter.name}' has no train settings")
     set_threads(None)
     prepared = prepare_target(config.target, store)
-    device = resolve_device(train.device)
+    device = resolve_device(train.device, "drafter.train.device")
     if "LOCAL_RANK" in os.environ:
         if stage != "fit":
             raise UserError("under torchrun only the fit stage can run: add --stage fit")
         device = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
-    target = load_target(prepared.path, device, getattr(torch, train.precision.value))
+    dtype, trusted = getattr(torch, train.precision.value), prepared.trust_remote_code
+    target = load_target(prepared.path, device, dtype, trusted)
     check_shape(train.shape, target)
     target.pack()
     out.mkdir(parents=True, exist_ok=True)
     for name in STAGES if stage is None else (stage,):
-        if name == "synthesise":
-            _synthesise(target, prepared.path, train, out)
-        elif name == "cache":
-            _cache(target, train, out)
-        elif name == "fit":
-            fit(target, StateCache(out / "cache"), train, out)
-        else:
-            _calibrate(target, train, out)
+        try:
+            _run_stage(name, target, prepared, train, out)
+        except Interrupted as interrupted:
+            interrupted.kept = f"what stage '{name}' wrote to '{out}' is kept"
+            raise
 
 
-def _synthesise(target: Target, path: str, train: TrainConfig, out: Path) -> None:
+def _run_stage(
+    name: str, target: Target, prepared: PreparedModel, train: TrainConfig, out: Path
+) -> None:
+    if name == "synthesise":
+        tokenizer = load_tokenizer(prepared.path, prepared.trust_remote_code)
+        _synthesise(target, tokenizer, train, out)
+    elif name == "cache":
+        _cache(target, train, out)
+    elif name == "fit":
+        fit(target, StateCache(out / "cache"), train, out)
+    else:
+        _calibrate(target, train, out)
+
+
+def _synthesise(target: Target, tokenizer: ChatTokenizer, train: TrainConfig, out: Path) -> None:
     own = [prompt.turns[0] for file in train.prompt_files for prompt in read_prompts(file)]
     synthesize(
         target,
-        load_tokenizer(path),
+        tokenizer,
         out / "conversations.jsonl",
         prompts=train.prompts,
         max_new_tokens=train.max_new_tokens,
