@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from dataclasses import fields
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -9,6 +14,8 @@ import pytest
 from dspark.config import (
     JobConfig,
     Mode,
+    ResourcesConfig,
+    asked_resources,
     compose_experiment,
     compose_training,
     digest,
@@ -84,6 +91,27 @@ def test_tracking_is_no_part_of_a_job() -> None:
     assert digest(job_config(composed(), "gsm8k")) == digest(job_config(other, "gsm8k"))
 
 
+def test_what_a_dataset_asks_a_cluster_for_is_no_part_of_its_job() -> None:
+    asking = composed(
+        "datasets.gsm8k.resources={runtime: 60, slurm_partition: h200}",
+        "datasets.mt_bench.resources.slurm_extra='--exclude=node7 --nice=5'",
+    )
+    assert to_yaml(job_config(asking, "gsm8k")) == to_yaml(job_config(composed(), "gsm8k"))
+    assert "resources" not in to_yaml(job_config(asking, "gsm8k"))
+    asked = {name: asked_resources(dataset) for name, dataset in asking.datasets.items()}
+    assert {name: found for name, found in asked.items() if found} == {
+        "gsm8k": {"runtime": 60, "slurm_partition": "h200"},
+        "mt_bench": {"slurm_extra": "--exclude=node7 --nice=5"},
+    }
+
+
+def test_resources_are_those_that_the_slurm_executor_reads() -> None:
+    package = files("snakemake_executor_plugin_slurm")
+    text = "".join(path.read_text() for path in package.iterdir() if path.name.endswith(".py"))
+    read = set(re.findall(r'resources\.get\(\s*"(\w+)"', text))
+    assert {entry.name for entry in fields(ResourcesConfig)} <= read
+
+
 def test_a_user_adds_an_arm_by_a_small_yaml_file(tmp_path: Path) -> None:
     for path in CONFIG.rglob("*.yaml"):
         copy = tmp_path / path.relative_to(CONFIG)
@@ -111,10 +139,27 @@ def test_a_user_adds_an_arm_by_a_small_yaml_file(tmp_path: Path) -> None:
         (["runs.dspark_k9.k=2"], "'runs' has no 'dspark_k9'"),
         (["engine.precision=fp8"], "Invalid value 'fp8', expected one of"),
         (["datasets.gsm8k.limit=many"], "limit"),
+        (
+            ["datasets.gsm8k.resources.slurm_partion=a"],
+            "ResourcesConfig has no field 'slurm_partion': did you mean 'slurm_partition'",
+        ),
+        (["datasets.gsm8k.resources.runtime=2h"], "resources.runtime: Value '2h'.*Integer"),
+        (["datasets.gsm8k.resources.runtime=0"], "datasets.gsm8k.resources.runtime is 0"),
+        (["datasets.gsm8k.resources.mem_mb=0"], "datasets.gsm8k.resources.mem_mb is 0"),
+        (["datasets.gsm8k.resources.gpu=-1"], "datasets.gsm8k.resources.gpu is -1"),
         (["runs.baseline.k=2"], "runs.baseline.k is 2"),
+        (
+            ["+dataset@datasets.boxed=gsm8k_boxed"],
+            "datasets.gsm8k and datasets.boxed are both named 'gsm8k'.*set datasets.boxed.name=boxed",
+        ),
         (["runs.dspark_k3.k=0"], "runs.dspark_k3.k is 0"),
         (["engine.concurrency=0"], "engine.concurrency is 0"),
         (["datasets.gsm8k.limit=0"], "datasets.gsm8k.limit is 0"),
+        (["datasets.gsm8k.shards=0"], "datasets.gsm8k.shards is 0"),
+        (
+            ["datasets.gsm8k.limit=4", "datasets.gsm8k.shards=5"],
+            "datasets.gsm8k.shards is 5 and its limit 4: every shard needs a prompt",
+        ),
         (["sampling.top_p=0"], "sampling.top_p"),
         (["sampling.temperature=-1"], "sampling.temperature"),
         (["runs.dspark_k3.confidence_threshold=2"], "confidence_threshold"),
@@ -122,12 +167,83 @@ def test_a_user_adds_an_arm_by_a_small_yaml_file(tmp_path: Path) -> None:
         (["~runs.baseline"], "no run named 'baseline'"),
         (["engine.threads=0"], "engine.threads is 0"),
         (["engine.concurrency"], "engine.concurrency"),
+        (["+foo=1"], "ExperimentConfig has no field 'foo'"),
+        (["+target.nam=x"], "TargetConfig has no field 'nam': did you mean 'name'"),
+        (
+            ["+datasets.gsm8k.limitt=1"],
+            "ScheduledDataset has no field 'limitt': did you mean 'limit'",
+        ),
+        (["targett=smollm2_135m"], "has no field 'targett': did you mean 'target'"),
+        (["+runn@runs.x=dspark_k3"], "no config group 'runn': did you mean 'run'"),
+        (["+run@runs.x=dspark_k9"], "run 'dspark_k9' not found.*'dspark_k7'"),
+        (["+dataset@datasets.x=gsm9k"], "dataset 'gsm9k' not found.*'gsm8k'"),
+        (["tracking=lokal"], "tracking 'lokal' not found.*'local'"),
+        (
+            ["+runs.x={mode:speculative,k:3}"],
+            r"a run is added by its group, as \+run@runs.NAME=FILE",
+        ),
+        (["+datasets.x={name:x}"], r"a dataset is added by its group, as \+dataset@datasets.NAME"),
+        (["target=null"], "an override of a config group names one of its files"),
+        (
+            ["drafter.train.prompts=9"],
+            "sets a field of what is null: choose the whole first, as drafter=",
+        ),
+        (
+            ["engine.concurrency=$(touch x)"],
+            "'engine.concurrency=.*' cannot be read: write name=value",
+        ),
+        (["engine concurrency"], "override 'engine concurrency' cannot be read: write name=value"),
+        (
+            ["engine.concurrency=[1]"],
+            "engine.concurrency: Value .* could not be converted to Integer",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(overrides: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said) as caught:
         composed(*overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "$(touch x)", "", ".hidden"])
+def test_names_that_cannot_be_files_are_refused(tmp_path: Path, name: str) -> None:
+    """Datasets, runs and trained drafters give their names to folders and commands."""
+    said = "cannot name a file in results/: a name begins with a letter or digit, has letters"
+    with pytest.raises(UserError, match=said):
+        compose_training([f'drafter.name="{name}"'], CONFIG)
+    shutil.copytree(CONFIG, tmp_path / "config")
+    for what, entry in (("datasets", "{name: x, source: builtin}"), ("runs", "{mode: baseline}")):
+        (tmp_path / "config" / "experiment" / "mine.yaml").write_text(
+            "# @package _global_\ndefaults: [demo, _self_]\n"
+            f"{what}: {{{json.dumps(name)}: {entry}}}\n"
+        )
+        with pytest.raises(UserError, match=f"{what} .*{said}"):
+            compose_experiment("mine", (), tmp_path / "config")
+
+
+def test_an_experiment_may_not_take_the_folder_of_others(tmp_path: Path) -> None:
+    shutil.copytree(CONFIG, tmp_path / "config")
+    for name in ("models", "it's"):
+        shutil.copy(
+            CONFIG / "experiment" / "demo.yaml", tmp_path / f"config/experiment/{name}.yaml"
+        )
+    with pytest.raises(UserError, match=r"experiment 'models' cannot name .* is none of "):
+        compose_experiment("models", (), tmp_path / "config")
+    with pytest.raises(UserError, match="it's"):
+        compose_experiment("it's", (), tmp_path / "config")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+dataset@datasets.models=gsm8k", "datasets.models.name=x"],
+        ["+dataset@datasets.logs=gsm8k", "datasets.logs.name=x"],
+        ["+run@runs.shards=dspark_k3"],
+    ],
+)
+def test_names_of_other_folders_are_refused(overrides: list[str]) -> None:
+    with pytest.raises(UserError, match=r"cannot name a file in results/.* is none of"):
+        composed(*overrides)
 
 
 def test_unknown_experiment_names_the_nearest() -> None:
@@ -150,6 +266,16 @@ def test_training_composes_and_refuses_unknown_fields() -> None:
         (["drafter.train.prompts=96"], "prompts is 96: held_out .32. and calibration .64. leave"),
         (["drafter.train=null"], "source 'train' but no train settings"),
         (["target=smollm"], "target 'smollm' not found.*smollm2_135m"),
+        (["targt=smollm2_135m"], "ModelsConfig has no field 'targt': did you mean 'target'"),
+        (["train@drafter.train=defalt"], "train 'defalt' not found: did you mean 'default'"),
+        (
+            ["drafter.train.device=gpu"],
+            "drafter.train.device: Invalid value 'gpu', expected one of",
+        ),
+        (["+drafter.train.promts=3"], "TrainConfig has no field 'promts': did you mean 'prompts'"),
+        (["engine.device=cuda"], "ModelsConfig has no field 'engine': known: drafter, target"),
+        (["datasets.x=1"], "ModelsConfig has no field 'datasets'"),
+        (["drafter.train.lr"], "drafter.train.lr"),
     ],
 )
 def test_a_training_that_cannot_work_is_refused(overrides: list[str], said: str) -> None:

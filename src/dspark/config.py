@@ -9,17 +9,19 @@ picked once, dataset/ once for each prompt set (under `datasets.<name>`) and run
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -62,7 +64,7 @@ class LearningRate(Enum):
     """What follows the warm-up."""
 
     cosine = "cosine"  # down to 0
-    constant = "constant"
+    constant = "constant"  # as it is after the warm-up
 
 
 class Device(Enum):
@@ -84,11 +86,12 @@ class Precision(Enum):
 class TargetConfig:
     """The model whose output is wanted."""
 
-    name: str = MISSING
+    name: str = MISSING  # what tables call it; embedded: which of those that ship
     source: ModelSource = MISSING
     repo: str | None = None  # hub: owner/name
     revision: str | None = None  # hub: a commit sha, so that a re-run gets the same weights
     path: str | None = None  # local: a Hugging Face model directory
+    trust_remote_code: bool = False  # run the Python code that the model brings, if it brings any
 
 
 class ConfidenceLabel(Enum):
@@ -102,15 +105,15 @@ class ConfidenceLabel(Enum):
 class DrafterShape:
     """The network of a drafter that is trained from nothing. Width and heads are the target's."""
 
-    layers: int = 2
+    layers: int = 2  # the drafter's own
     target_layer_ids: list[int] = field(default_factory=list)  # empty: spread evenly
     taps: int = 4  # how many layers are spread when target_layer_ids is empty
-    block_size: int = 7
+    block_size: int = 7  # positions that it predicts at once: the greatest k
     draft_vocab_size: int = 0  # the most frequent tokens of the training text; 0: all tokens
-    markov_rank: int = 32
-    markov_head_type: str = "vanilla"
-    confidence_head_with_markov: bool = True
-    mask_token_id: int = 3
+    markov_rank: int = 32  # width of the Markov head
+    markov_head_type: str = "vanilla"  # vanilla, gated or rnn
+    confidence_head_with_markov: bool = True  # it sees the token before, as the Markov head does
+    mask_token_id: int = 3  # stands in a block where tokens are to come
 
 
 @dataclass
@@ -122,41 +125,41 @@ class TrainConfig:
     # synthesise
     prompts: int = 6000  # conversations
     prompt_files: list[str] = field(default_factory=list)  # your own prompts.jsonl, answered too
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # of an answer at most
     # cache
     precision: Precision = Precision.bfloat16  # of the target's forward and of the cached states
-    shard_tokens: int = 32768
+    shard_tokens: int = 32768  # of a file of the cache at most
     cache_gb: float = 64.0  # what the states may take on disk; conversations beyond are left out
     # fit
     held_out: int = 64  # conversations for validation
     calibration: int = 64  # conversations for calibration, not seen in training either
-    epochs: float = 1.0
+    epochs: float = 1.0  # passes over the training conversations
     batch: int = 8  # conversations a device and forward pass
     accumulate: int = 1  # passes a step
     anchors: int = 24  # blocks drawn from each conversation
-    lr: float = 6e-4
+    lr: float = 6e-4  # AdamW's, at its highest
     schedule: LearningRate = LearningRate.cosine
     warmup: float = 0.04  # share of all steps
-    grad_clip: float = 1.0
-    weight_ce: float = 0.1
-    weight_l1: float = 0.9
-    weight_confidence: float = 1.0
+    grad_clip: float = 1.0  # the gradient's greatest norm
+    weight_ce: float = 0.1  # cross-entropy with the target's token
+    weight_l1: float = 0.9  # L1 distance of the two distributions
+    weight_confidence: float = 1.0  # binary cross-entropy of the confidence
     confidence_label: ConfidenceLabel = ConfidenceLabel.survival
     decay: float = 4.0  # position t of a block weighs exp(-t / decay)
     validate_every: int = 200  # steps; a checkpoint to resume from is written as often
     patience: int = 0  # stop after so many validations without a longer accept length; 0: never
-    seed: int = 0
+    seed: int = 0  # of prompts, drawn anchors and the drafter's start
 
 
 @dataclass
 class DrafterConfig:
     """The DSpark checkpoint that drafts for the target."""
 
-    name: str = MISSING
+    name: str = MISSING  # what tables call it; embedded: which of those that ship
     source: ModelSource = MISSING
-    repo: str | None = None
-    revision: str | None = None
-    path: str | None = None
+    repo: str | None = None  # hub: owner/name
+    revision: str | None = None  # hub: a commit sha
+    path: str | None = None  # local: a checkpoint's directory, in either format
     train: TrainConfig | None = None  # source train: how it is made
 
 
@@ -164,7 +167,7 @@ class DrafterConfig:
 class DatasetConfig:
     """One prompt set and how its rows become requests."""
 
-    name: str = MISSING
+    name: str = MISSING  # what the table calls it
     source: PromptSource = PromptSource.builtin
     path: str | None = None  # file: a prompts.jsonl
     repo: str | None = None  # hub: the dataset's id
@@ -177,7 +180,37 @@ class DatasetConfig:
     limit: int | None = None  # prompts to take, in file order; null takes all
     history: History = History.model
     chat: bool = True  # put the turns through the target's chat template
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # of an answer at most
+    shards: int = 1  # parts that are measured as jobs of their own, on as many devices at once
+
+
+@dataclass
+class ResourcesConfig:
+    """What a dataset's job asks a cluster for, where it differs from the profile's default-resources.
+
+    The names are those of Snakemake and its SLURM executor that suit one process on one node; CPU
+    cores are the profile's `set-threads`. docs/slurm.md says what each becomes.
+    """
+
+    slurm_partition: str | None = None  # where the job is queued
+    slurm_account: str | None = None  # whom to bill
+    slurm_cluster: str | None = None  # where one submits to several
+    qos: str | None = None  # quality of service
+    constraint: str | None = None  # features of the node
+    runtime: int | None = None  # minutes, a hard limit
+    mem_mb: int | None = None  # host memory of the job
+    mem_mb_per_cpu: int | None = None  # or of each core
+    gpu: int | None = None  # null: 1, or 0 when the engine is to stay on the CPU
+    gpu_model: str | None = None  # where SLURM knows GPUs by type
+    gres: str | None = None  # where gpu is not understood; set gpu to 0 then
+    slurm_extra: str | None = None  # further arguments of sbatch
+
+
+@dataclass
+class ScheduledDataset(DatasetConfig):
+    """A dataset of an experiment: what its job is, and what the job asks a cluster for."""
+
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
 
 
 @dataclass
@@ -206,20 +239,20 @@ class EngineConfig:
 class SamplingConfig:
     """How tokens are chosen; temperature 0 is greedy."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float = 0.0  # 0: always the likeliest token
+    top_p: float = 1.0  # keep the likeliest tokens that together are as probable
     top_k: int = 0  # 0 keeps the whole vocabulary
-    seed: int = 0
-    ignore_eos: bool = False
-    stop: list[str] = field(default_factory=list)
+    seed: int = 0  # a request's draws depend on it and the request's id alone
+    ignore_eos: bool = False  # let every answer reach max_new_tokens
+    stop: list[str] = field(default_factory=list)  # texts that end an answer
 
 
 @dataclass
 class TrackingConfig:
     """Where MLflow keeps the runs."""
 
-    uri: str = "sqlite:///results/mlflow.db"
-    experiment: str = "dspark"
+    uri: str = "sqlite:///results/mlflow.db"  # an MLflow tracking URI: a SQLite file or a server
+    experiment: str = "dspark"  # the MLflow experiment's name
 
 
 @dataclass
@@ -229,11 +262,13 @@ class ExperimentConfig:
     name: str = ""  # the experiment file's name, filled in when it is composed
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: DrafterConfig = field(default_factory=DrafterConfig)
-    datasets: dict[str, DatasetConfig] = field(default_factory=dict)
+    datasets: dict[str, ScheduledDataset] = field(default_factory=dict)
     runs: dict[str, RunConfig] = field(default_factory=dict)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    allow_unpaired: bool = False  # mark speedups of arms that were not measured alike, don't refuse
+    sweep: dict[str, list[Any]] = field(default_factory=dict)  # option: the values that it takes
 
 
 @dataclass
@@ -246,7 +281,7 @@ class ModelsConfig:
 
 @dataclass
 class JobConfig:
-    """One dataset with all its runs: what one job on one device does."""
+    """One dataset with all its runs: what one job, or one a shard, does on one device."""
 
     experiment: str = MISSING
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -254,6 +289,9 @@ class JobConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
+
+# What an option may belong to that a sweep varies: the models are prepared once for all points.
+SWEPT_GROUPS = ("datasets", "runs", "engine", "sampling")
 
 ConfigStore.instance().store(name="schema", node=ExperimentConfig)
 ConfigStore.instance().store(name="models_schema", node=ModelsConfig)
@@ -296,6 +334,64 @@ def compose_experiment(
     return config
 
 
+def compose_points(
+    experiment: str, overrides: Sequence[str] = (), config_dir: str | Path = "config"
+) -> dict[str, ExperimentConfig]:
+    """The experiment at each point of its sweep, by the name of the point's folder.
+
+    An experiment that sweeps nothing is one point without a name, "".
+
+    Raises:
+        UserError: see `compose_experiment`; an option cannot be swept, or a value name no folder.
+    """
+    config = compose_experiment(experiment, overrides, config_dir)
+    if not config.sweep:
+        return {"": config}
+    for option, values in config.sweep.items():
+        _validate_swept(experiment, option, values)
+    points = {}
+    for chosen in product(*config.sweep.values()):
+        options = dict(zip(config.sweep, map(_value_text, chosen), strict=True))
+        at_point = [f"{option}={value}" for option, value in options.items()]
+        points[point_name(options)] = compose_experiment(
+            experiment, [*overrides, *at_point], config_dir
+        )
+    return points
+
+
+def _validate_swept(experiment: str, option: str, values: list[Any]) -> None:
+    what = f"experiment '{experiment}' sweeps {option}"
+    if option.partition(".")[0] not in SWEPT_GROUPS:
+        raise UserError(
+            f"{what}: only options of {', '.join(SWEPT_GROUPS)} can be swept; make an experiment for "
+            "each of the others"
+        )
+    texts = [_value_text(value) for value in values]
+    odd = [text for text in texts if not re.fullmatch(r"[A-Za-z0-9_.-]+", text)]
+    if odd or not texts or len(set(texts)) < len(texts):
+        raise UserError(
+            f"{what} over {texts}: list different values, each a number, a switch or a word of "
+            "letters, digits and '_', '.', '-'"
+        )
+
+
+def _value_text(value: Any) -> str:
+    """A value as an override writes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def point_name(options: Mapping[str, str]) -> str:
+    """Name of a sweep's point and its folder: `engine.concurrency=4,runs.dspark_k3.k=1`."""
+    return ",".join(f"{option}={value}" for option, value in options.items())
+
+
+def point_options(folder: str) -> dict[str, str]:
+    """What a folder's name says was swept; nothing when it is no point's."""
+    if "=" not in folder:
+        return {}
+    return dict(part.split("=", 1) for part in folder.split(",") if "=" in part)
+
+
 def compose_training(
     overrides: Sequence[str] = (), config_dir: str | Path = "config"
 ) -> ModelsConfig:
@@ -329,13 +425,33 @@ def _compose(root: Path, name: str, overrides: Sequence[str], what: str) -> Any:
     try:
         with initialize_config_dir(str(root), version_base="1.3"):
             tree = compose(name, overrides=list(overrides))
-        return OmegaConf.to_object(tree)
+        # Once more against the schema, for an override with a plus adds whatever it names.
+        schema = OmegaConf.structured(OmegaConf.get_type(tree))
+        return OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.to_container(tree)))
+    except OverrideParseException as error:
+        raise UserError(
+            f"{what}: override '{error.override}' cannot be read: write name=value, and quotes around a "
+            "value that holds blanks or other special characters"
+        ) from error
+    except AssertionError as error:  # Hydra's way to say that it found null where it wants fields
+        raise UserError(
+            f"{what}: an override sets a field of what is null: choose the whole first, as "
+            "drafter=trained before drafter.train.prompts"
+        ) from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"{what}: {_explain(error)}") from error
+        groups = [path.name for path in root.iterdir() if path.is_dir()]
+        raise UserError(f"{what}: {_explain(error, groups)}") from error
+    except ValueError as error:
+        raise UserError(
+            f"{what}: {error}: an override of a config group names one of its files"
+        ) from error
 
 
-def _explain(error: BaseException) -> str:
+def _explain(error: BaseException, groups: Iterable[str] = ()) -> str:
     """One line of Hydra's message, with the nearest name where a name is unknown.
+
+    Args:
+        groups: the config groups that there are.
 
     Raises:
         UnknownEntry: the names are those of the experiment's own datasets or runs.
@@ -355,6 +471,18 @@ def _explain(error: BaseException) -> str:
     )
     if group:
         return f"{group[1]} '{group[2]}' not found: {nearest(group[2], group[3].split())}"
+    added = re.search(r"dict is not a subclass of (?:Scheduled)?(Run|Dataset)", text)
+    if added:
+        kind = added[1].lower()
+        return (
+            f"a {kind} is added by its group, as +{kind}@{kind}s.NAME=FILE; set its fields in further "
+            "overrides"
+        )
+    if re.search(r"is not in struct full_key: sweep\.", text):
+        return "a sweep is added, as '+sweep={engine.concurrency:[1,4]}'"
+    no_group = re.search(r"config group '(\S+)' does not exist", text)
+    if no_group:
+        return f"no config group '{no_group[1]}': {nearest(no_group[1], groups)}"
     value = re.search(r"^(.*?) full_key: (\S+)", text)
     if value:
         return f"{value[2]}: {value[1]}"
@@ -363,6 +491,11 @@ def _explain(error: BaseException) -> str:
 
 def _validate(config: ExperimentConfig) -> None:
     """Refuse values that can only fail later, each with the field's name."""
+    _file_name("experiment", config.name, ("logs", "models", "profiles", "training"))
+    for name in config.datasets:
+        _file_name("datasets", name, ("logs", "models"))
+    for name in config.runs:
+        _file_name("runs", name, ("shards",))
     if not config.datasets:
         raise UserError(f"experiment '{config.name}' has no datasets: list them in its defaults")
     if "baseline" not in config.runs:
@@ -388,10 +521,24 @@ def _validate(config: ExperimentConfig) -> None:
                 f"runs.{name}.k is {run.k}, and drafter.train.shape.block_size is "
                 f"{train.shape.block_size}: a draft is at most one block, change either"
             )
+    named: dict[str, str] = {}
     for name, dataset in config.datasets.items():
+        other = named.setdefault(dataset.name, name)
+        if other != name:
+            raise UserError(
+                f"datasets.{other} and datasets.{name} are both named '{dataset.name}', and a table "
+                f"holds each name once: set datasets.{name}.name={name}"
+            )
         _positive(f"datasets.{name}.max_new_tokens", dataset.max_new_tokens)
         if dataset.limit is not None:
             _positive(f"datasets.{name}.limit", dataset.limit)
+        _positive(f"datasets.{name}.shards", dataset.shards)
+        if dataset.limit is not None and dataset.shards > dataset.limit:
+            raise UserError(
+                f"datasets.{name}.shards is {dataset.shards} and its limit {dataset.limit}: every "
+                f"shard needs a prompt, set shards to {dataset.limit} or less"
+            )
+        _validate_resources(f"datasets.{name}.resources", asked_resources(dataset))
     _validate_drafter(config.drafter)
     _positive("engine.concurrency", config.engine.concurrency)
     _positive("engine.interleave", config.engine.interleave)
@@ -405,6 +552,14 @@ def _validate(config: ExperimentConfig) -> None:
         raise UserError("sampling.top_p must lie in (0, 1]; 1 keeps the whole distribution")
 
 
+def _validate_resources(where: str, asked: dict[str, Any]) -> None:
+    for name in ("runtime", "mem_mb", "mem_mb_per_cpu"):
+        if name in asked:
+            _positive(f"{where}.{name}", asked[name])
+    if asked.get("gpu", 0) < 0:
+        raise UserError(f"{where}.gpu is {asked['gpu']}: it must not be negative")
+
+
 def _validate_drafter(drafter: DrafterConfig) -> None:
     if drafter.source is not ModelSource.train:
         return
@@ -413,6 +568,7 @@ def _validate_drafter(drafter: DrafterConfig) -> None:
             f"drafter '{drafter.name}' has source 'train' but no train settings: add "
             "'/train@train: default' to its defaults"
         )
+    _file_name("drafter.name", drafter.name)
     train = drafter.train
     for name in ("prompts", "max_new_tokens", "shard_tokens", "held_out", "calibration", "batch"):
         _positive(f"drafter.train.{name}", getattr(train, name))
@@ -423,6 +579,16 @@ def _validate_drafter(drafter: DrafterConfig) -> None:
         raise UserError(
             f"drafter.train.prompts is {train.prompts}: held_out ({train.held_out}) and calibration "
             f"({train.calibration}) leave nothing to train on"
+        )
+
+
+def _file_name(what: str, name: str, taken: Sequence[str] = ()) -> None:
+    """Refuse a name that becomes one of a file in results/ and cannot be, or is another thing's."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name) or name in taken:
+        also = f", and is none of {', '.join(taken)}" if taken else ""
+        raise UserError(
+            f"{what} '{name}' cannot name a file in results/: a name begins with a letter or digit, has "
+            f"letters, digits, '_', '.' and '-' alone{also}"
         )
 
 
@@ -442,19 +608,26 @@ def models_config(config: ExperimentConfig) -> ModelsConfig:
 
 
 def job_config(config: ExperimentConfig, dataset: str) -> JobConfig:
-    """The part of an experiment that one dataset's job depends on."""
+    """The part of an experiment that one dataset's job depends on: not what it asks a cluster for."""
     if dataset not in config.datasets:
         raise UserError(
             f"experiment '{config.name}' has no dataset '{dataset}': "
             f"{nearest(dataset, config.datasets)}"
         )
+    scheduled = config.datasets[dataset]
+    own = {entry.name: getattr(scheduled, entry.name) for entry in fields(DatasetConfig)}
     return JobConfig(
         experiment=config.name,
-        dataset=config.datasets[dataset],
+        dataset=DatasetConfig(**own),
         runs=config.runs,
         engine=config.engine,
         sampling=config.sampling,
     )
+
+
+def asked_resources(dataset: ScheduledDataset) -> dict[str, Any]:
+    """What a dataset asks a cluster for itself, by resource name: strings and ints."""
+    return {name: value for name, value in asdict(dataset.resources).items() if value is not None}
 
 
 def to_yaml(config: Any) -> str:

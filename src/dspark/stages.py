@@ -1,20 +1,21 @@
 """The stages of the DAG, one function each: files in, files out. The command line calls these.
 
-train -> prepare -> prompts -> bench -> summarise -> table -> track; a drafter that exists already is
-not trained. Nothing here knows of Snakemake; each stage runs alone on the files that the one before
-it left.
+train -> prepare -> prompts -> bench -> merge -> summarise -> table -> track; a drafter that exists
+already is not trained, and a dataset that is not cut into shards not merged. Nothing here knows of
+Snakemake; each stage runs alone on the files that the one before it left.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dspark.config import (
+    DatasetConfig,
     History,
     JobConfig,
     ModelsConfig,
@@ -23,8 +24,23 @@ from dspark.config import (
     from_yaml,
     to_yaml,
 )
-from dspark.errors import UserError
+from dspark.errors import UserError, nearest
 from dspark.files import write_text
+
+if TYPE_CHECKING:
+    from dspark.data.prompts import Prompt
+    from dspark.decode.bench import Job
+    from dspark.decode.records import RequestRecord
+    from dspark.decode.schedule import StepCurve
+    from dspark.models.drafter import DSparkDrafter
+    from dspark.models.prepare import PreparedModel
+    from dspark.models.target import Target
+    from dspark.models.tokenizer import ChatTokenizer
+    from dspark.report.parts import ArmParts
+
+OUTPUTS = ("environment.json", "lossless.json", "requests.parquet")  # of bench and merge
+# Facts of the environment that decide the numbers, beside the job's inputs.
+DECIDING = ("device", "threads", "torch", "transformers", "dspark")
 
 
 def prepare(config: Path, store: Path, out: Path, trained: Path | None = None) -> None:
@@ -43,10 +59,17 @@ def prepare(config: Path, store: Path, out: Path, trained: Path | None = None) -
 def prompts(config: Path, out: Path) -> None:
     """Write one dataset's prompts.jsonl from wherever its source is."""
     from dspark.data.prepare import prepare_prompts
-    from dspark.data.prompts import write_prompts
+    from dspark.data.prompts import split_prompts, write_prompts
 
     job: JobConfig = from_yaml(JobConfig, config)
-    write_prompts(out, prepare_prompts(job.dataset))
+    asked = prepare_prompts(job.dataset)
+    split_prompts(job.dataset, asked)  # too many shards: said here, before jobs queue for devices
+    write_prompts(out, asked)
+
+
+def shard_folder(folder: Path, shard: int, shards: int) -> Path:
+    """Where shard `shard` (from 1) of the dataset in `folder` is measured; uncut, in `folder`."""
+    return folder if shards == 1 else folder / "shards" / f"{shard}-of-{shards}"
 
 
 def bench(
@@ -56,81 +79,231 @@ def bench(
     out: Path,
     profiles: Path,
     threads: int | None = None,
+    shard: int = 1,
 ) -> None:
-    """Run one dataset's job; writes requests.parquet, lossless.json and environment.json to `out`.
+    """Run one dataset's job, or one shard's; writes requests.parquet, lossless.json, environment.json.
 
-    `profiles` keeps the step curves of this machine, for runs that schedule their verification.
-    Finished requests are journalled in `out` while the job runs, under a name that holds the digest
-    of everything that decides the numbers: a killed job goes on, a changed one starts anew.
+    They go to `out`, or to the shard's folder in it. `profiles` keeps the step curves of this machine,
+    for runs that schedule their verification. Finished requests are journalled beside the results
+    while the job runs, under a name that holds the digest of everything that decides the numbers: a
+    killed job goes on, a changed one starts anew, and one that is whole already runs nothing.
     """
+    from dspark.data.prompts import read_prompts
+    from dspark.decode.environment import describe, resolve_device, set_threads
+    from dspark.decode.journal import job_identity
+    from dspark.locks import sole_use
+    from dspark.models.prepare import PreparedModel
+
+    job_config: JobConfig = from_yaml(JobConfig, config)
+    asked = _prompts_of_shard(job_config.dataset, read_prompts(prompt_file), shard)
+    folder = shard_folder(out, shard, job_config.dataset.shards)
+    with sole_use(folder):
+        _remove(folder, *(f"{name}.*.part" for name in OUTPUTS))  # a kill left them half written
+        device = resolve_device(job_config.engine.device)
+        set_threads(job_config.engine.threads or threads)
+        model_files = [models / name for name in ("target.json", "drafter.json")]
+        prepared = [PreparedModel.read(path) for path in model_files]
+        environment = describe(device, digest(job_config))
+        environment["precision"] = job_config.engine.precision.value
+        environment["job"] = job_identity(
+            [config, prompt_file, *model_files], {fact: environment[fact] for fact in DECIDING}
+        )
+        if _is_whole(folder, environment["job"]):
+            _remove(folder, "journal-*.jsonl")  # a kill came before that
+            click.echo(
+                f"'{folder}' is whole already: delete its requests.parquet to measure it again",
+                err=True,
+            )
+            return
+        for model, path in zip(prepared, model_files, strict=True):
+            model.check_unchanged(path)
+        job = _load_job(job_config, asked, prepared, device, environment, profiles)
+        _measure(job, folder, shard, environment)
+
+
+def profile(
+    config: Path,
+    prompt_file: Path,
+    models: Path,
+    run: str,
+    requests: int,
+    profiles: Path,
+    threads: int | None = None,
+) -> str:
+    """Where the time of one cell goes, beside its baseline: a table, and the limits below it.
+
+    Args:
+        run: the cell's run.
+        requests: prompts to time, from the first on.
+
+    Raises:
+        UserError: the job has no such run, or it is the baseline; no steps follow each other.
+    """
+    from dspark.data.prompts import read_prompts
+    from dspark.decode.environment import describe, resolve_device, set_threads
+    from dspark.decode.parts import PARTS, read_bandwidth
+    from dspark.metrics.cell import BASELINE
+    from dspark.models.prepare import PreparedModel
+    from dspark.report.parts import render_parts
+
+    job_config: JobConfig = from_yaml(JobConfig, config)
+    arms = [name for name in job_config.runs if name != BASELINE]
+    if run not in arms:
+        raise UserError(f"'{config}' has no run '{run}' beside its baseline: {nearest(run, arms)}")
+    device = resolve_device(job_config.engine.device)
+    set_threads(job_config.engine.threads or threads)
+    prepared = [PreparedModel.read(models / f"{name}.json") for name in ("target", "drafter")]
+    environment = describe(device, digest(job_config))
+    environment["precision"] = job_config.engine.precision.value
+    asked = read_prompts(prompt_file)[:requests]
+    job = _load_job(job_config, asked, prepared, device, environment, profiles)
+    baseline, arm = (_arm_parts(job, name) for name in (BASELINE, run))
+    return render_parts(baseline, arm, read_bandwidth(job.engines[run].target.device), PARTS)
+
+
+def _arm_parts(job: Job, run: str) -> ArmParts:
+    from dspark.decode.parts import step_bytes, time_parts
+    from dspark.metrics.acceptance import count_acceptance
+    from dspark.metrics.steps import step_ms
+    from dspark.report.parts import ArmParts
+
+    engine, k = job.engines[run], job.config.runs[run].k
+    laps, records = time_parts(job, run)
+    ms = step_ms(records)
+    if ms is None:
+        raise UserError("no two steps follow each other without a prefill: profile more requests")
+    context = sum(r.prompt_tokens + r.output_tokens // 2 for r in records) // len(records)
+    return ArmParts(
+        run=run,
+        seconds=dict(laps.seconds),
+        steps=len({t for record in records for t in record.step_t}),
+        step_ms=ms,
+        accept_len=count_acceptance(records, k).accept_len,
+        bytes_read=step_bytes(engine.target, engine.drafter, len(engine.slots), k, context),
+    )
+
+
+def _prompts_of_shard(dataset: DatasetConfig, prompts: list[Prompt], shard: int) -> list[Prompt]:
+    """The prompts of shard `shard`, counted from 1.
+
+    Raises:
+        UserError: the dataset has no such shard, or fewer prompts than shards.
+    """
+    from dspark.data.prompts import split_prompts
+
+    if not 1 <= shard <= dataset.shards:
+        raise UserError(
+            f"dataset '{dataset.name}' has no shard {shard}: its shards are 1 to {dataset.shards}, "
+            f"as datasets.{dataset.name}.shards says"
+        )
+    return split_prompts(dataset, prompts)[shard - 1]
+
+
+def _load_job(
+    config: JobConfig,
+    asked: Sequence[Prompt],
+    prepared: Sequence[PreparedModel],
+    device: str,
+    environment: dict[str, Any],
+    profiles: Path,
+) -> Job:
+    """The job on target and drafter, ready to run; its step curves are added to `environment`."""
     import torch
 
     from dspark.data.builtin import warmup_prompts
-    from dspark.data.prompts import read_prompts
-    from dspark.decode.bench import Job, run_job
-    from dspark.decode.environment import describe, resolve_device, set_threads
-    from dspark.decode.profile import step_curve
-    from dspark.metrics.records_io import write_records
+    from dspark.decode.bench import Job
     from dspark.models.checkpoint import load_drafter
-    from dspark.models.prepare import PreparedModel
     from dspark.models.target import load_target
     from dspark.models.tokenizer import load_tokenizer
 
-    job_config: JobConfig = from_yaml(JobConfig, config)
-    device = resolve_device(job_config.engine.device)
-    set_threads(job_config.engine.threads or threads)
-    loaded = [PreparedModel.read(models / name) for name in ("target.json", "drafter.json")]
-    target = load_target(loaded[0].path, device, getattr(torch, job_config.engine.precision.value))
+    path, trusted = prepared[0].path, prepared[0].trust_remote_code
+    target = load_target(path, device, getattr(torch, config.engine.precision.value), trusted)
     drafter = None
-    if any(run.k for run in job_config.runs.values()):
-        drafter = load_drafter(loaded[1].path, target)
-        click.echo(f"drafter '{loaded[1].name}': embedding and LM head are the target's", err=True)
+    if any(run.k for run in config.runs.values()):
+        drafter = load_drafter(prepared[1].path, target)
+        click.echo(
+            f"drafter '{prepared[1].name}': embedding and LM head are the target's", err=True
+        )
     for model in (target, drafter):
         if model is not None:
             model.pack()
-    tokenizer, warmup = load_tokenizer(loaded[0].path), warmup_prompts()
-    environment = describe(device, digest(job_config))
-    curves = {}
-    for name, run in job_config.runs.items():
-        if run.schedule and drafter is not None:
-            facts = ("device", "threads", "torch", "transformers", "dspark")
-            identity = {
-                **{fact: environment[fact] for fact in facts},
-                "target": loaded[0].files,
-                "drafter": loaded[1].files,
-                "precision": job_config.engine.precision.value,
-            }
-            text = [
-                token
-                for p in warmup
-                for token in tokenizer.encode_turn(p.turns[:1], [], job_config.dataset.chat)
-            ]
-            curves[name] = step_curve(
-                profiles, identity, target, drafter, run.k, job_config.engine.concurrency, text
-            )
+    tokenizer = load_tokenizer(path, trusted)
+    curves = _step_curves(config, prepared, environment, target, drafter, tokenizer, profiles)
     environment["step_curves"] = {name: curve.points() for name, curve in curves.items()}
-    job = Job(job_config, read_prompts(prompt_file), warmup, target, drafter, tokenizer, curves)
-    out.mkdir(parents=True, exist_ok=True)
-    inputs = [config, prompt_file, models / "target.json", models / "drafter.json"]
-    journal = out / f"journal-{_digest_files(inputs)}.jsonl"
-    records = run_job(job, journal)
-    verdicts = _lossless(job, records)
-    write_text(out / "environment.json", json.dumps(environment, indent=2, sort_keys=True) + "\n")
-    write_text(out / "lossless.json", json.dumps(verdicts, indent=2, sort_keys=True) + "\n")
-    write_records(out / "requests.parquet", records)
-    for old in out.glob("journal-*.jsonl"):
-        old.unlink()
+    return Job(config, asked, warmup_prompts(), target, drafter, tokenizer, curves)
 
 
-def _digest_files(paths: list[Path]) -> str:
-    """First 16 hex digits of a sha256 over the files' contents."""
-    state = hashlib.sha256()
-    for path in paths:
-        state.update(hashlib.sha256(path.read_bytes()).digest())
-    return state.hexdigest()[:16]
+def _step_curves(
+    config: JobConfig,
+    prepared: Sequence[PreparedModel],
+    environment: Mapping[str, Any],
+    target: Target,
+    drafter: DSparkDrafter | None,
+    tokenizer: ChatTokenizer,
+    profiles: Path,
+) -> dict[str, StepCurve]:
+    """The step curve of each run that schedules its verification; what `profiles` lacks is measured."""
+    from dspark.data.builtin import warmup_prompts
+    from dspark.decode.profile import step_curve
+
+    if drafter is None:
+        return {}
+    identity = {
+        **{fact: environment[fact] for fact in (*DECIDING, "precision")},
+        "target": prepared[0].files,
+        "drafter": prepared[1].files,
+    }
+    text = [
+        token
+        for prompt in warmup_prompts()
+        for token in tokenizer.encode_turn(prompt.turns[:1], [], config.dataset.chat)
+    ]
+    return {
+        name: step_curve(
+            profiles, identity, target, drafter, run.k, config.engine.concurrency, text
+        )
+        for name, run in config.runs.items()
+        if run.schedule
+    }
 
 
-def _lossless(job: Any, records: list[Any]) -> dict[str, dict[str, Any]]:
+def _measure(job: Job, folder: Path, shard: int, environment: Mapping[str, Any]) -> None:
+    """Run the job, from its journal on where `folder` holds one, and write what it makes."""
+    from dspark.decode.bench import run_job
+    from dspark.decode.journal import telling_what_is_kept
+    from dspark.decode.memory import check_engines, room_explained
+
+    journal = folder / f"journal-{environment['job']}.jsonl"
+    for other in sorted(set(folder.glob("journal-*.jsonl")) - {journal}):
+        click.echo(f"'{other}' is of other settings, code or another device: not used", err=True)
+    engines = list(job.engines.values())
+    check_engines(engines)
+    with telling_what_is_kept(journal, job.requests), room_explained(engines):
+        records = run_job(job, journal)
+        for record in records:
+            record.shard = shard
+        _write_job(folder, records, _lossless(job, records), environment)
+    _remove(folder, "journal-*.jsonl")
+
+
+def _is_whole(out: Path, identity: str) -> bool:
+    """Whether `out` holds all that the job of this identity makes."""
+    if not all((out / name).is_file() for name in OUTPUTS):
+        return False
+    try:
+        environment = _read_json(out / "environment.json")
+    except UserError:
+        return False
+    return isinstance(environment, dict) and environment.get("job") == identity
+
+
+def _remove(folder: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            path.unlink()
+
+
+def _lossless(job: Job, records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
     """Compare each arm's output tokens with the baseline's, with the target's margin where they differ."""
     from dspark.decode.bench import top_two_margin
     from dspark.metrics.cell import BASELINE
@@ -161,6 +334,53 @@ def _lossless(job: Any, records: list[Any]) -> dict[str, dict[str, Any]]:
             temperature=job.config.sampling.temperature,
         )
     return verdicts
+
+
+def _write_job(
+    folder: Path,
+    records: Sequence[RequestRecord],
+    verdicts: Mapping[str, Any],
+    environment: Mapping[str, Any],
+) -> None:
+    from dspark.metrics.records_io import write_records
+
+    # Last and gone first: where it is, the two others are of the same job.
+    (folder / "requests.parquet").unlink(missing_ok=True)
+    write_text(
+        folder / "environment.json", json.dumps(environment, indent=2, sort_keys=True) + "\n"
+    )
+    write_text(folder / "lossless.json", json.dumps(verdicts, indent=2, sort_keys=True) + "\n")
+    write_records(folder / "requests.parquet", records)
+
+
+def merge(folder: Path) -> None:
+    """Put a dataset's shards together: `folder` then holds what an uncut dataset's job leaves there.
+
+    Raises:
+        UserError: the dataset is not cut into shards; a shard is absent, or was measured on other
+            prompts or under other conditions than the rest.
+    """
+    from dspark.data.prompts import read_prompts
+    from dspark.metrics.records_io import read_records
+    from dspark.metrics.shards import merge_environments, merge_records, merge_verdicts
+
+    job: JobConfig = from_yaml(JobConfig, folder / "config.yaml")
+    shards = job.dataset.shards
+    if shards == 1:
+        raise UserError(
+            f"dataset '{job.dataset.name}' is not cut into shards: there is nothing to merge"
+        )
+    parts = [shard_folder(folder, shard, shards) for shard in range(1, shards + 1)]
+    environment = merge_environments(
+        job.dataset.name, [_read_json(part / "environment.json") for part in parts]
+    )
+    records = merge_records(
+        job,
+        read_prompts(folder / "prompts.jsonl"),
+        [read_records(part / "requests.parquet") for part in parts],
+    )
+    verdicts = merge_verdicts([_read_json(part / "lossless.json") for part in parts], records)
+    _write_job(folder, records, verdicts, environment)
 
 
 def summarise(folder: Path, models: Path) -> None:
@@ -213,21 +433,61 @@ def _read_json(path: Path) -> Any:
         ) from error
 
 
-def table(summaries: list[Path], out: Path) -> str:
-    """Write the markdown table of these cells, in this order, and return it."""
-    from dspark.report.table import write_table
+def table(
+    summaries: list[Path], out: Path, allow_unpaired: bool = False, form: str = "markdown"
+) -> str:
+    """Write the table of these cells, in this order, as markdown or another form, and return it.
 
-    return write_table(summaries, out)
+    `allow_unpaired` marks a speedup whose arms were not measured alike instead of refusing it.
+    """
+    if form == "markdown":
+        from dspark.report.table import write_table
+
+        return write_table(summaries, out, allow_unpaired)
+    from dspark.report.export import write_export
+
+    return write_export(summaries, out, form, allow_unpaired)
+
+
+def summaries_in(results: Path) -> list[Path]:
+    """The summaries of an experiment's folder, those of a sweep's points too, by name.
+
+    Raises:
+        UserError: there are none.
+    """
+    found = sorted([*results.glob("*/*/summary.json"), *results.glob("*=*/*/*/summary.json")])
+    if not found:
+        raise UserError(f"no summary.json under '{results}': run the experiment first")
+    return found
+
+
+def plots(summaries: list[Path], out: Path, allow_unpaired: bool = False) -> list[Path]:
+    """Draw these cells into `out`, each plot as PNG and SVG; returns the PNG files."""
+    from dspark.report.plots import write_plots
+
+    return write_plots(summaries, out, allow_unpaired)
+
+
+def compare(results: Path, other: Path | None) -> str:
+    """Two experiments cell by cell, as markdown; without `other`, one beside the published table."""
+    from dspark.report.compare import published_side, read_side, render_comparison
+
+    first = read_side(str(results), summaries_in(results))
+    second = published_side() if other is None else read_side(str(other), summaries_in(other))
+    return render_comparison(first, second)
 
 
 def track(
     results: Path,
-    summaries: list[Path],
+    summaries: list[Path] | None,
     tracking: TrackingConfig,
     out: Path,
     training: Path | None = None,
 ) -> None:
-    """Mirror the cells, and the training in folder `training`, into MLflow; writes run ids to `out`."""
+    """Mirror the cells, and the training in folder `training`, into MLflow; writes run ids to `out`.
+
+    Without `summaries` all cells in `results` are mirrored.
+    """
     from dspark.tracking.mlflow_store import track as mirror
 
     mirror(results, tracking, out, summaries, training)
@@ -238,9 +498,19 @@ def train(config: ModelsConfig, store: Path, out: Path, stage: str | None = None
 
     Writes `out`/config.yaml too, which says how the drafter was made, unless it says so already.
     """
+    from dspark.decode.environment import resolve_device
+    from dspark.memory import out_of_memory
     from dspark.train.chain import run_chain
 
-    run_chain(config, store, out, stage)
+    if config.drafter.train is not None:  # before the target is fetched
+        resolve_device(config.drafter.train.device, "drafter.train.device")
+    with out_of_memory(
+        lambda: (
+            "training ran out of memory: lower drafter.train.batch or drafter.train.anchors, or set "
+            "drafter.train.precision=bfloat16"
+        )
+    ):
+        run_chain(config, store, out, stage)
     text, path = to_yaml(config), out / "config.yaml"
     if not path.is_file() or path.read_text() != text:
         write_text(path, text)

@@ -24,6 +24,7 @@ def make_record(
     dataset: str = "math500",
     run: str = "dspark_k3",
     window: int = 0,
+    shard: int = 1,
     ids: list[int] | None = None,
     error: str | None = None,
 ) -> RequestRecord:
@@ -51,6 +52,7 @@ def make_record(
         step_accepted=columns[4],
         step_cut=columns[5],
         error=error,
+        shard=shard,
     )
 
 

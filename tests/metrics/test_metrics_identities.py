@@ -12,8 +12,8 @@ from dspark.config import EngineConfig, Mode, RunConfig
 from dspark.errors import UserError
 from dspark.metrics.cell import CellSummary
 from dspark.metrics.identities import (
+    check_devices,
     check_records,
-    check_requests_in_flight,
     check_rows,
     check_summaries,
     requests_in_flight,
@@ -161,6 +161,7 @@ def pair(simulate) -> list[CellSummary]:
         ({"requests": 127}, "requests is 127, the baseline's is 128"),
         ({"concurrency": 5}, "concurrency is 5, the baseline's is 4"),
         ({"precision": "bfloat16"}, "precision is bfloat16"),
+        ({"devices": 2}, "devices is 2, the baseline's is 1"),
         ({"settings": {"device": "other"}}, "device is other"),
         ({"settings": {"prompts_sha256": "ab"}}, "prompts_sha256 is ab"),
     ],
@@ -178,19 +179,45 @@ def test_summaries_need_a_baseline(pair: list[CellSummary]) -> None:
 
 
 def test_littles_law(pair: list[CellSummary]) -> None:
-    assert 3.4 < requests_in_flight(pair[0]) <= 4
+    assert 3.4 < requests_in_flight(pair[0].by_device[0]) <= 4
     # Timers that start before the queue, or a loop that runs one request at a time.
     for concurrency in (3, 8):
         with pytest.raises(UserError, match=f"concurrency {concurrency} ~ tok/s"):
-            check_requests_in_flight(replace(pair[0], concurrency=concurrency))
+            check_devices(replace(pair[0], concurrency=concurrency))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"requests": 127}, "requests = sum of the devices'"),
+        ({"output_tokens": 3}, "output_tokens = sum of the devices'"),
+        ({"windows": 3}, "windows = sum of the devices'"),
+        ({"window_s": 1.0}, "window_s = sum of the devices'"),
+        ({"output_tok_s": 1.0}, "tok/s = mean of the devices' tok/s"),
+        ({"latency_ms_mean": 1.0}, "mean latency = mean of the devices' requests"),
+        ({"latency_ms_max": 1.0}, "longest latency = longest of the devices'"),
+    ],
+)
+def test_devices_must_add_up_to_the_cell(
+    pair: list[CellSummary], values: dict, message: str
+) -> None:
+    arm = replace(pair[1], by_device=[replace(pair[1].by_device[0], **values)])
+    with pytest.raises(UserError, match=f"math500/dspark_k3: identity '{message}'"):
+        check_summaries([pair[0], arm])
+
+
+def test_every_device_must_be_there(pair: list[CellSummary]) -> None:
+    twice = [replace(cell, devices=2) for cell in pair]
+    with pytest.raises(UserError, match="devices = number of by_device"):
+        check_summaries(twice)
 
 
 def test_tiny_windows_are_held_to_the_upper_bound_only(simulate) -> None:
     baseline = cells(simulate, 3, 30, block=4)[0]
-    assert requests_in_flight(baseline) < 3.6
-    check_requests_in_flight(baseline)
+    assert requests_in_flight(baseline.by_device[0]) < 3.6
+    check_devices(baseline)
     with pytest.raises(UserError, match="concurrency 2 ~"):
-        check_requests_in_flight(replace(baseline, concurrency=2))
+        check_devices(replace(baseline, concurrency=2))
 
 
 # ---------------------------------------------------------------------------- records

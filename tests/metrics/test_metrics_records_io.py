@@ -40,6 +40,7 @@ RECORDS = st.lists(
         step_accepted=st.lists(COUNT, max_size=4),
         step_cut=st.lists(st.booleans(), max_size=4),
         error=st.none() | TEXT,
+        shard=COUNT,
     ),
     max_size=4,
 )

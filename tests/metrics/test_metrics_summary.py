@@ -62,6 +62,19 @@ def test_every_metric_by_hand(record) -> None:
     assert (cell.prompt_tokens, cell.output_tokens) == (14, 8)
     assert cell.finish_reasons == {"length": 2}
     assert cell.window_s == 3 + 4
+    assert cell.devices == 1
+    assert [asdict(device) for device in cell.by_device] == [
+        {
+            "shard": 1,
+            "requests": 2,
+            "output_tokens": 8,
+            "windows": 2,
+            "window_s": 7,
+            "output_tok_s": cell.output_tok_s,
+            "latency_ms_mean": 3500,
+            "latency_ms_max": 4000,
+        }
+    ]
     assert cell.output_tok_s == pytest.approx(8 / 7)
     assert cell.speedup == pytest.approx((8 / 7) / (8 / 12))
     # Latencies 3000 and 4000 ms: the linear p95 lies 95 % of the way.
@@ -232,6 +245,8 @@ def test_missing_and_malformed_summary(tmp_path: Path) -> None:
         ({"accept_p": [0.5, "x"]}, "'accept_p' holds"),
         ({"finish_reasons": {"stop": "x"}}, "'finish_reasons' holds"),
         ({"lossless": 3}, "'lossless' holds 3"),
+        ({"by_device": [{"shard": 1}]}, "'by_device' holds"),
+        ({"by_device": {}}, "'by_device' holds"),
         ({"colour": 1}, "unknown field 'colour'"),
         ({"k": ...}, "lacks the field 'k'"),
     ],

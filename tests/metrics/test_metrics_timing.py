@@ -51,6 +51,17 @@ def test_throughput_leaves_out_what_lies_between_windows(record) -> None:
     assert timing.output_tok_s(records) == 6 / 10
 
 
+def test_throughput_of_shards_is_the_mean_of_their_devices(record) -> None:
+    step = [(2.0, 3, 0, 0, 0, False)]
+    quick = [record(0.0, 1.0, step, prompt_id="a"), record(0.0, 1.0, step, prompt_id="b")]
+    # Another machine's clock, and window 0 again: neither may be mixed with the first one's.
+    slow = record(1000.0, 1001.0, [(1016.0, 3, 0, 0, 0, False)], prompt_id="c", shard=2)
+    assert timing.by_shard([slow, *quick]) == {1: quick, 2: [slow]}
+    assert timing.output_tok_s(quick) == 8 / 2
+    assert timing.output_tok_s([slow]) == 4 / 16
+    assert timing.output_tok_s([quick[0], slow, quick[1]]) == (4 + 0.25) / 2
+
+
 def test_throughput_of_no_time(record) -> None:
     with pytest.raises(UserError, match="no length"):
         timing.output_tok_s([record(1.0, 1.0)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dspark.metrics.cell import CellSummary
+from dspark.metrics.cell import CellSummary, DeviceSummary
 from dspark.metrics.lossless import judge
 
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -51,6 +51,7 @@ def make_cell(dataset: str, run: str, tok_s: float, k: int = 0, **changes: Any) 
         output_tokens=1000,
         finish_reasons={"length": 100},
         turns=1,
+        devices=1,
         windows=1,
         window_s=window_s,
         output_tok_s=tok_s,
@@ -80,7 +81,9 @@ def make_cell(dataset: str, run: str, tok_s: float, k: int = 0, **changes: Any) 
         accept_p=[n / 400 for n in at_position],
         accept_len=1 + accepted / 400 if k else None,
         accept_len_delivered=900 / 410 if k else None,
+        break_even_accept_len=1.5 if k else None,
         accept_histogram=[],
+        by_device=[DeviceSummary(1, 100, 1000, 1, window_s, tok_s, latency, latency)],
         lossless=judge([], 100, "float32") if k else None,
         settings=SETTINGS,
     )

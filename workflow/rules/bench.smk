@@ -1,4 +1,8 @@
-"""The measurement: one job a dataset runs all its arms on one device."""
+"""The measurement: one job a dataset, or one a shard of it, runs all its arms on one device."""
+
+
+# Both can make a dataset's records: bench those of one that is not cut into shards.
+ruleorder: merge > bench
 
 
 rule bench:
@@ -9,22 +13,46 @@ rule bench:
         drafter=f"results/{EXPERIMENT}/models/drafter.json",
         code=ENGINE_CODE,
     output:
-        requests=f"results/{EXPERIMENT}/{{dataset}}/requests.parquet",
-        lossless=f"results/{EXPERIMENT}/{{dataset}}/lossless.json",
-        environment=f"results/{EXPERIMENT}/{{dataset}}/environment.json",
+        requests=f"results/{EXPERIMENT}/{{dataset}}{{shard}}/requests.parquet",
+        lossless=f"results/{EXPERIMENT}/{{dataset}}{{shard}}/lossless.json",
+        environment=f"results/{EXPERIMENT}/{{dataset}}{{shard}}/environment.json",
     log:
-        f"results/{EXPERIMENT}/logs/bench/{{dataset}}.log",
+        f"results/{EXPERIMENT}/logs/bench/{{dataset}}{{shard}}.log",
     conda:
         "../../environment.yml"
     threads: get_bench_threads
     resources:
+        **get_asked_resources(),
         gpu=get_gpus,
     params:
         models=subpath(input.target, parent=True),
-        out=subpath(output.requests, parent=True),
+        shard=get_shard,
+        out=subpath(input.config, parent=True),
     shell:
-        "dspark bench --config {input.config} --prompts {input.prompts}"
-        " --models {params.models} --threads {threads} --out {params.out} 2>&1 | tee {log}"
+        "dspark bench --config {input.config} --prompts {input.prompts} --models {params.models}"
+        " --threads {threads} --shard {params.shard} --out {params.out} 2>&1 | tee {log}"
+
+
+rule merge:
+    input:
+        config=f"results/{EXPERIMENT}/{{dataset}}/config.yaml",
+        prompts=f"results/{EXPERIMENT}/{{dataset}}/prompts.jsonl",
+        shards=get_shard_records,
+    output:
+        requests=f"results/{EXPERIMENT}/{{dataset}}/requests.parquet",
+        lossless=f"results/{EXPERIMENT}/{{dataset}}/lossless.json",
+        environment=f"results/{EXPERIMENT}/{{dataset}}/environment.json",
+    log:
+        f"results/{EXPERIMENT}/logs/merge/{{dataset}}.log",
+    wildcard_constraints:
+        dataset="|".join(SHARDED),
+    localrule: True
+    conda:
+        "../../environment.yml"
+    params:
+        folder=subpath(input.config, parent=True),
+    shell:
+        "dspark merge {params.folder} 2>&1 | tee {log}"
 
 
 rule summarise:

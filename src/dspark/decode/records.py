@@ -37,6 +37,7 @@ class RequestRecord:
     step_accepted: list[int] = field(default_factory=list)  # of them, accepted (before any cut)
     step_cut: list[bool] = field(default_factory=list)
     error: str | None = None
+    shard: int = 1  # part of the dataset, from 1; each has a device, a clock and windows of its own
 
     @property
     def request_id(self) -> str:

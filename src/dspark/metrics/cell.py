@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -16,8 +16,25 @@ BASELINE = "baseline"
 
 
 @dataclass
+class DeviceSummary:
+    """What one device measured of a cell: the requests of a shard, or all where there is one."""
+
+    shard: int  # from 1
+    requests: int
+    output_tokens: int
+    windows: int
+    window_s: float
+    output_tok_s: float
+    latency_ms_mean: float
+    latency_ms_max: float
+
+
+@dataclass
 class CellSummary:
     """Everything that a row of the table, and the lines below the table, are made of.
+
+    A dataset that is cut into shards is measured by a job a shard, each on one device; its cell is
+    made of the requests of all of them. Only `output_tok_s` is not: it is the mean of the devices'.
 
     Times are in ms, windows in s. Latency, TTFT, TPOT and ITL are one value a request (see
     `dspark.metrics.timing`), so their percentiles are over requests; `itl_chunk` pools the gaps
@@ -42,9 +59,10 @@ class CellSummary:
     finish_reasons: dict[str, int]
     turns: int  # the longest chain of requests of one prompt
 
-    windows: int
+    devices: int  # jobs that measured the cell: the dataset's shards
+    windows: int  # of all devices
     window_s: float  # sum over the measured windows, first submit to last token
-    output_tok_s: float
+    output_tok_s: float  # of one device: the mean of by_device
     speedup: float
     speedup_ci95_low: float
     speedup_ci95_high: float
@@ -86,6 +104,11 @@ class CellSummary:
     accept_len_delivered: float | None
     accept_histogram: list[int]  # complete steps by number of accepted tokens, 0..k
 
+    by_device: list[DeviceSummary]
+    # Steps at full concurrency without a prefill (`dspark.metrics.steps`); None where there are none.
+    step_ms_baseline: float | None = None
+    step_ms_spec: float | None = None  # None in a baseline
+    break_even_accept_len: float | None = None  # their ratio: what a step must emit to win
     lossless: dict[str, Any] | None = None  # what dspark.metrics.lossless.judge returns
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -130,6 +153,7 @@ def read_summary(path: str | Path) -> CellSummary:
             )
         if not _fits(values[name], types[name]):
             raise UserError(f"summary '{path}': '{name}' holds {json.dumps(values[name])[:40]}")
+    values["by_device"] = [DeviceSummary(**device) for device in values["by_device"]]
     return CellSummary(**values)
 
 
@@ -137,6 +161,13 @@ def _fits(value: Any, kind: Any) -> bool:
     """Whether a JSON value is of the annotated type; an integer passes for a float."""
     if kind is Any:
         return True
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        return (
+            isinstance(value, dict)
+            and value.keys() == types.keys()
+            and all(_fits(value[name], of) for name, of in types.items())
+        )
     if get_origin(kind) is UnionType:
         return any(_fits(value, option) for option in get_args(kind))
     if get_origin(kind) is list:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import NoReturn
 
 from dspark.decode.records import RequestRecord
 from dspark.errors import UserError
-from dspark.metrics.cell import BASELINE, CellSummary
+from dspark.metrics.cell import BASELINE, CellSummary, DeviceSummary
 from dspark.metrics.rows import (
     LENGTH_DIGITS,
     PERCENT_DIGITS,
@@ -146,10 +147,11 @@ def check_summaries(summaries: Sequence[CellSummary]) -> None:
 
     - speedup = tok/s / baseline's tok/s;
     - accept_len = 1 + sum of p_i, and = 1 + k * accept_rate at a fixed k;
-    - requests in flight fit the concurrency, see `requests_in_flight_bounds`;
+    - the devices make up the cell, and requests in flight on each of them fit the concurrency, see
+      `check_devices`;
     - all arms of a dataset ran the same number of requests, on prompts with the same sha256
       (`settings["prompts_sha256"]`), with the same concurrency and precision on the same device
-      (`settings["device"]`).
+      (`settings["device"]`) and on equally many devices.
 
     Raises:
         UserError: a check fails, or a dataset has no baseline.
@@ -162,7 +164,7 @@ def check_summaries(summaries: Sequence[CellSummary]) -> None:
         ratio = cell.output_tok_s / baselines[cell.dataset].output_tok_s
         _equal(cell, "speedup = tok/s / baseline's tok/s", cell.speedup, ratio)
         _check_exact_acceptance(cell)
-        check_requests_in_flight(cell)
+        check_devices(cell)
 
 
 def _check_same_conditions(cell: CellSummary, baseline: CellSummary) -> None:
@@ -170,6 +172,7 @@ def _check_same_conditions(cell: CellSummary, baseline: CellSummary) -> None:
         ("requests", cell.requests, baseline.requests),
         ("concurrency", cell.concurrency, baseline.concurrency),
         ("precision", cell.precision, baseline.precision),
+        ("devices", cell.devices, baseline.devices),
         *[
             (key, cell.settings.get(key), baseline.settings.get(key))
             for key in ("prompts_sha256", "device")
@@ -197,16 +200,18 @@ def _equal(cell: CellSummary, identity: str, left: float, right: float) -> None:
         _fail(cell.dataset, cell.run, identity, left, right)
 
 
-def requests_in_flight(cell: CellSummary) -> float:
-    """Mean requests in flight in the measured windows, by Little's law.
+def requests_in_flight(device: DeviceSummary) -> float:
+    """Mean requests in flight on a device in its measured windows, by Little's law.
 
     tok/s * mean latency / mean tokens a request = sum of latencies / sum of window times.
     """
-    mean_tokens = cell.output_tokens / cell.requests
-    return cell.output_tok_s * cell.latency_ms_mean / 1000 / mean_tokens
+    mean_tokens = device.output_tokens / device.requests
+    return device.output_tok_s * device.latency_ms_mean / 1000 / mean_tokens
 
 
-def requests_in_flight_bounds(cell: CellSummary) -> tuple[float, float]:
+def requests_in_flight_bounds(
+    device: DeviceSummary, concurrency: int, turns: int
+) -> tuple[float, float]:
     """What `requests_in_flight` may be in a closed loop at concurrency C.
 
     At most C requests are in flight, so C * 1.002 bounds it from above (0.2 % for the clock).
@@ -218,24 +223,44 @@ def requests_in_flight_bounds(cell: CellSummary) -> tuple[float, float]:
     host's own time between requests. With fewer than 4C requests a window on average the ramp down
     is most of the window, and only the bound from above is meaningful.
     """
-    slots = cell.concurrency
-    high = slots * (1 + _LITTLE_SLACK)
-    if cell.requests < 4 * slots * cell.windows:
+    high = concurrency * (1 + _LITTLE_SLACK)
+    if device.requests < 4 * concurrency * device.windows:
         return 0.0, high
-    idle_s = (slots - 1) * cell.turns * cell.windows * cell.latency_ms_max / 1000
-    return slots * (1 - _HOST_SHARE) - idle_s / cell.window_s, high
+    idle_s = (concurrency - 1) * turns * device.windows * device.latency_ms_max / 1000
+    return concurrency * (1 - _HOST_SHARE) - idle_s / device.window_s, high
 
 
-def check_requests_in_flight(cell: CellSummary) -> None:
-    """Check tok/s * mean latency / mean tokens against `requests_in_flight_bounds`.
+def check_devices(cell: CellSummary) -> None:
+    """Check that a cell is made of what its devices measured, and each device's requests in flight.
+
+    - requests, tokens and windows are the sums of the devices', tok/s is the mean of theirs, mean
+      latency that of all requests, longest latency the longest;
+    - on each, tok/s * mean latency / mean tokens lies within `requests_in_flight_bounds`.
 
     Raises:
-        UserError: it lies outside.
+        UserError: a check fails.
     """
-    low, high = requests_in_flight_bounds(cell)
-    value = requests_in_flight(cell)
+    devices = cell.by_device
+    _equal(cell, "devices = number of by_device", cell.devices, len(devices))
+    for name in ("requests", "output_tokens", "windows", "window_s"):
+        total = sum(getattr(device, name) for device in devices)
+        _equal(cell, f"{name} = sum of the devices'", getattr(cell, name), total)
+    mean = fmean(device.output_tok_s for device in devices)
+    _equal(cell, "tok/s = mean of the devices' tok/s", cell.output_tok_s, mean)
+    latency = sum(device.requests * device.latency_ms_mean for device in devices) / cell.requests
+    _equal(cell, "mean latency = mean of the devices' requests", cell.latency_ms_mean, latency)
+    longest = max(device.latency_ms_max for device in devices)
+    _equal(cell, "longest latency = longest of the devices'", cell.latency_ms_max, longest)
+    for device in devices:
+        _check_requests_in_flight(cell, device)
+
+
+def _check_requests_in_flight(cell: CellSummary, device: DeviceSummary) -> None:
+    low, high = requests_in_flight_bounds(device, cell.concurrency, cell.turns)
+    value = requests_in_flight(device)
     if not low <= value <= high:
-        identity = f"concurrency {cell.concurrency} ~ tok/s * mean latency / mean tokens"
+        where = f" in shard {device.shard}" if cell.devices > 1 else ""
+        identity = f"concurrency {cell.concurrency} ~ tok/s * mean latency / mean tokens{where}"
         _fail(cell.dataset, cell.run, identity, value, f"[{low:.6g}, {high:.6g}]")
 
 

@@ -13,7 +13,8 @@ from dspark.decode.records import RequestRecord
 from dspark.errors import UserError
 from dspark.files import written_aside
 
-# The columns are the fields of RequestRecord, in its order. Times are seconds of a monotonic clock.
+# The columns are the fields of RequestRecord, in its order. Times are seconds of a monotonic clock,
+# which every shard has of its own.
 SCHEMA = pa.schema(
     [
         pa.field("prompt_id", pa.string(), nullable=False),
@@ -35,6 +36,7 @@ SCHEMA = pa.schema(
         pa.field("step_accepted", pa.list_(pa.int64()), nullable=False),
         pa.field("step_cut", pa.list_(pa.bool_()), nullable=False),
         pa.field("error", pa.string(), nullable=True),
+        pa.field("shard", pa.int64(), nullable=False),
     ]
 )
 

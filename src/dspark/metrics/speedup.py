@@ -45,6 +45,9 @@ def measure_speedup(
     scaled by the one factor that makes the statistic of the whole sample equal the ratio of
     Output tok/s. The same records and seed give the same interval.
 
+    Shards pool their requests in the resamples: both arms of a request ran on the same device, so
+    what is slow about a device cancels as what is hard about a prompt does.
+
     Raises:
         UserError: the arms hold different requests, none at all, or no measurable time.
     """

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
-from dspark.config import EngineConfig, JobConfig, RunConfig, digest
+from dspark.config import EngineConfig, JobConfig, Mode, RunConfig, digest
 from dspark.decode.records import RequestRecord
 from dspark.errors import UserError
 from dspark.metrics.acceptance import count_acceptance
-from dspark.metrics.cell import BASELINE, CellSummary, read_summary, write_summary
+from dspark.metrics.cell import (
+    BASELINE,
+    CellSummary,
+    DeviceSummary,
+    read_summary,
+    write_summary,
+)
 from dspark.metrics.identities import check_records, check_summaries
 from dspark.metrics.lossless import require_lossless
 from dspark.metrics.speedup import measure_speedup
+from dspark.metrics.steps import step_ms
 from dspark.metrics.timing import (
+    by_shard,
     distribution_ms,
     itl_s,
     latency_s,
@@ -72,7 +81,7 @@ def summarise(
     if lossless is not None:
         require_lossless(lossless, records[0].dataset, records[0].run)
     speedup = measure_speedup(records, baseline_records)
-    windows = windows_s(records)
+    devices = [_device_summary(shard, inside) for shard, inside in by_shard(records).items()]
     chunk_gaps = [gap for r in records for gap in step_gaps_s(r)]
     values: dict[str, Any] = {
         **distribution_ms("latency", map(latency_s, records)),
@@ -81,6 +90,7 @@ def summarise(
         **distribution_ms("itl", _defined(map(itl_s, records))),
         **distribution_ms("itl_chunk", chunk_gaps),
         **asdict(count_acceptance(records, run_config.k)),
+        **_step_values(records, baseline_records, run_config),
     }
     return CellSummary(
         dataset=records[0].dataset,
@@ -97,17 +107,46 @@ def summarise(
         output_tokens=sum(r.output_tokens for r in records),
         finish_reasons=dict(sorted(Counter(r.finish_reason for r in records).items())),
         turns=1 + max(r.turn for r in records),
-        windows=len(windows),
-        window_s=sum(windows.values()),
+        devices=len(devices),
+        windows=sum(device.windows for device in devices),
+        window_s=sum(device.window_s for device in devices),
         output_tok_s=output_tok_s(records),
         speedup=speedup.ratio,
         speedup_ci95_low=speedup.ci95_low,
         speedup_ci95_high=speedup.ci95_high,
         latency_ms_max=1000 * max(map(latency_s, records)),
         tpot_ms_token_weighted=token_weighted_tpot_ms(records),
+        by_device=devices,
         lossless=lossless,
         settings=dict(settings or {}),
         **values,
+    )
+
+
+def _step_values(
+    records: Sequence[RequestRecord], baseline: Sequence[RequestRecord], run: RunConfig
+) -> dict[str, float | None]:
+    plain = step_ms(baseline)
+    own = step_ms(records) if run.mode is Mode.speculative else None
+    return {
+        "step_ms_baseline": plain,
+        "step_ms_spec": own,
+        "break_even_accept_len": own / plain if own and plain else None,
+    }
+
+
+def _device_summary(shard: int, records: Sequence[RequestRecord]) -> DeviceSummary:
+    windows = windows_s(records)
+    latencies_ms = [1000 * latency_s(record) for record in records]
+    return DeviceSummary(
+        shard=shard,
+        requests=len(records),
+        output_tokens=sum(record.output_tokens for record in records),
+        windows=len(windows),
+        window_s=sum(windows.values()),
+        output_tok_s=output_tok_s(records),
+        latency_ms_mean=fmean(latencies_ms),
+        latency_ms_max=max(latencies_ms),
     )
 
 
@@ -173,8 +212,10 @@ def job_settings(job: JobConfig) -> dict[str, Any]:
         "top_k": job.sampling.top_k,
         "seed": job.sampling.seed,
         "ignore_eos": job.sampling.ignore_eos,
+        "stop": list(job.sampling.stop),
         "interleave": job.engine.interleave,
         "warmup": job.engine.warmup,
+        "shards": job.dataset.shards,
     }
 
 

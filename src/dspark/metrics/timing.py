@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +60,16 @@ def itl_s(record: RequestRecord) -> float | None:
     return float(token_gaps.mean())
 
 
+def by_shard(records: Iterable[RequestRecord]) -> dict[int, list[RequestRecord]]:
+    """The records of each shard, by its number. Times of different shards cannot be compared."""
+    members: dict[int, list[RequestRecord]] = defaultdict(list)
+    for record in records:
+        members[record.shard].append(record)
+    return dict(sorted(members.items()))
+
+
 def windows_s(records: Iterable[RequestRecord]) -> dict[int, float]:
-    """Wall seconds of each measured window: first submit to last token."""
+    """Wall seconds of each measured window of one shard: first submit to last token."""
     members: dict[int, list[RequestRecord]] = defaultdict(list)
     for record in records:
         members[record.window].append(record)
@@ -70,15 +79,22 @@ def windows_s(records: Iterable[RequestRecord]) -> dict[int, float]:
     }
 
 
-def output_tok_s(records: Sequence[RequestRecord]) -> float:
-    """Output tokens a second: sum of tokens / sum of the windows' wall seconds.
+def output_tok_s(records: Iterable[RequestRecord]) -> float:
+    """Output tokens a second of one device: sum of tokens / sum of the windows' wall seconds.
 
     An arm runs in several windows, with the other arms between them, so the time from its first
     submit to its last token would count their work too.
 
+    Shards are measured on a device each: the value is the mean of theirs, so that it says what one
+    device does, however many there were.
+
     Raises:
         UserError: the windows have no length.
     """
+    return fmean(_shard_tok_s(inside) for inside in by_shard(records).values())
+
+
+def _shard_tok_s(records: Sequence[RequestRecord]) -> float:
     seconds = sum(windows_s(records).values())
     if seconds <= 0:
         raise UserError("the measured windows have no length: there is nothing to divide by")

@@ -1,52 +1,25 @@
-"""The reliability plot of a calibrated confidence head: confidence against what really survived.
-
-Drawn through matplotlib's objects alone: no window, no state shared with other figures.
-"""
+"""The reliability plot of a calibrated confidence head: confidence against what really survived."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dspark.errors import UserError
-from dspark.files import written_aside
 from dspark.models.calibration import Calibration, Curve
+from dspark.report.style import Look, write_figure
 
 COLUMNS = 4  # at most
 PANEL_IN = 2.2  # width and height of a panel, inches
-DPI = 160
 LARGEST_PT2 = 110.0  # area of the marker of a bin that holds all blocks, square points
 SMALLEST_PT2 = 6.0
 JOINED = 0.01  # share of blocks from which a bin is on the line; the rest is noise
 
-# Text stays text in the SVG, and the same plot gives the same file.
-SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "dspark",
-    "font.size": 8.0,
-    "figure.labelsize": 9.0,
-}
-
-
-@dataclass(frozen=True)
-class _Look:
-    """Told apart without colour by shape, filling, line and lightness; safe for colour-blind eyes."""
-
-    label: str
-    color: str
-    marker: str
-    filled: bool
-    linestyle: Any
-
-
-BEFORE = _Look("before calibration", "#e07b00", "o", False, (0, (3, 1.5)))
-AFTER = _Look("after calibration", "#00457c", "s", True, "solid")
+BEFORE = Look("#e07b00", "o", False, (0, (3, 1.5)))
+AFTER = Look("#00457c", "s", True, "solid")
 
 
 def plot_reliability(calibration: Calibration, path_png: str | Path) -> None:
@@ -65,11 +38,7 @@ def plot_reliability(calibration: Calibration, path_png: str | Path) -> None:
             "the calibration holds temperatures alone, no reliability curves: calibrate the drafter "
             "again to plot them"
         )
-    with matplotlib.rc_context(SETTINGS):
-        figure = _figure(calibration)
-        for kind, metadata in (("png", None), ("svg", {"Date": None})):
-            with written_aside(Path(path_png).with_suffix(f".{kind}")) as aside:
-                figure.savefig(aside, format=kind, dpi=DPI, metadata=metadata)
+    write_figure(lambda: _figure(calibration), path_png)
 
 
 def _figure(calibration: Calibration) -> Figure:
@@ -100,8 +69,8 @@ def _figure(calibration: Calibration) -> Figure:
 
 def _draw(panel: Axes, calibration: Calibration, position: int) -> None:
     panel.plot([0, 1], [0, 1], color="0.65", linewidth=0.8, label="confidence is right")
-    _draw_curve(panel, calibration.curves_before[position], BEFORE)
-    _draw_curve(panel, calibration.curves_after[position], AFTER)
+    _draw_curve(panel, calibration.curves_before[position], "before calibration", BEFORE)
+    _draw_curve(panel, calibration.curves_after[position], "after calibration", AFTER)
     panel.set(
         xlim=(-0.04, 1.04), ylim=(-0.04, 1.04), xticks=[0, 0.5, 1], yticks=[0, 0.5, 1], aspect=1
     )
@@ -113,7 +82,7 @@ def _draw(panel: Axes, calibration: Calibration, position: int) -> None:
     panel.text(0.03, 0.97, errors, va="top", transform=panel.transAxes)
 
 
-def _draw_curve(panel: Axes, curve: Curve, look: _Look) -> None:
+def _draw_curve(panel: Axes, curve: Curve, label: str, look: Look) -> None:
     total = sum(curve.count)
     areas = [SMALLEST_PT2 + (LARGEST_PT2 - SMALLEST_PT2) * n / total for n in curve.count]
     line = [
@@ -126,9 +95,9 @@ def _draw_curve(panel: Axes, curve: Curve, look: _Look) -> None:
         curve.observed,
         s=areas,
         marker=look.marker,
-        facecolor=look.color if look.filled else "white",
+        facecolor=look.face,
         edgecolor=look.color,
         linewidth=0.9,
         zorder=3,
-        label=look.label,
+        label=label,
     )

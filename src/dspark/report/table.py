@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dspark.config import point_options
 from dspark.errors import UserError
 from dspark.files import write_text
 from dspark.metrics.cell import BASELINE, CellSummary, read_summary
-from dspark.metrics.identities import check_rows, check_summaries
+from dspark.metrics.identities import check_devices, check_rows, check_summaries
+from dspark.metrics.pairing import Mismatch, mismatches
 from dspark.metrics.rows import (
     LENGTH_DIGITS,
     MS_DIGITS,
@@ -23,6 +25,7 @@ from dspark.metrics.rows import (
     k_of_run_name,
     rows_from_summaries,
 )
+from dspark.report.blocks import Options, swept
 
 __all__ = [
     "HEADER",
@@ -37,6 +40,13 @@ __all__ = [
 # A whole cell without a value, and one of several values in a cell without one.
 NO_VALUE = "—"
 NO_PART = "-"
+# What an arm's step emits, and what it must emit to win: where its step takes that many baseline steps.
+LENGTHS = ("Accept len delivered", "Break-even accept len")
+# Behind a speedup whose two arms were not measured alike.
+UNPAIRED = "†"
+
+# Dataset and run, of cells that were not measured as their baseline was: what differs.
+Unpaired = Mapping[tuple[str, str], Sequence[Mismatch]]
 
 HEADER = (
     "Dataset",
@@ -54,27 +64,30 @@ HEADER = (
 )
 
 
-def render_table(rows: Iterable[TableRow]) -> str:
+def render_table(rows: Iterable[TableRow], unpaired: Container[tuple[str, str]] = ()) -> str:
     """The table as markdown, one line a row, without a newline after the last.
+
+    The speedups of `unpaired`, by dataset and run, are marked.
 
     Raises:
         UserError: a dataset or run name holds a character that would break the table.
     """
-    return _markdown(HEADER, [_cells(row) for row in rows])
+    return markdown(HEADER, [_cells(row, (row.dataset, row.run) in unpaired) for row in rows])
 
 
-def _markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A markdown table of these cells, without a newline after the last line."""
     lines = [header, ["---"] * len(header), *body]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _cells(row: TableRow) -> list[str]:
+def _cells(row: TableRow, unpaired: bool) -> list[str]:
     return [
         _name(row.dataset),
         _name(row.run),
         str(row.requests),
         _fixed(row.output_tok_s, TOK_S_DIGITS),
-        _speedup(row.speedup),
+        _speedup(row.speedup, unpaired),
         _parts([row.latency_ms_mean, row.latency_ms_p95], _ms),
         _parts([row.ttft_ms_mean, row.ttft_ms_p95], _ms),
         _parts([row.itl_ms_mean, row.itl_ms_p95], _ms),
@@ -105,8 +118,9 @@ def _percent(fraction: float) -> str:
     return f"{fraction:.{PERCENT_DIGITS}%}"
 
 
-def _speedup(value: float) -> str:
-    return f"{_fixed(value, SPEEDUP_DIGITS)}x"
+def _speedup(value: float, unpaired: bool = False) -> str:
+    text = f"{_fixed(value, SPEEDUP_DIGITS)}x"
+    return f"{text} {UNPAIRED}" if unpaired else text
 
 
 def _parts(values: Iterable[float | None], text: Callable[[float], str]) -> str:
@@ -128,7 +142,7 @@ class _Format:
 _COUNT = _Format(r"\d+", "500", int)
 _TOK_S_FORMAT = _Format(rf"\d+\.\d{{{TOK_S_DIGITS}}}", "327.25", float)
 _SPEEDUP_FORMAT = _Format(
-    rf"\d+\.\d{{{SPEEDUP_DIGITS}}}x", "1.297x", lambda text: float(text.removesuffix("x"))
+    rf"\d+\.\d{{{SPEEDUP_DIGITS}}}x( {UNPAIRED})?", "1.297x", lambda text: float(text.split("x")[0])
 )
 _MS_FORMAT = _Format(rf"\d+\.\d{{{MS_DIGITS}}}", "8.35", float)
 _PERCENT_FORMAT = _Format(
@@ -140,8 +154,9 @@ _LENGTH_FORMAT = _Format(rf"\d+\.\d{{{LENGTH_DIGITS}}}", "2.246", float)
 def parse_table(text: str) -> list[TableRow]:
     """Read a table that `render_table` or the published one's generator printed.
 
-    The table is the first block of lines of `text`; what comes after a blank line is not read. k
-    comes from the run's name, see `dspark.metrics.rows.k_of_run_name`.
+    The table is the first block of lines of `text`; what comes after a blank line is not read, and
+    the mark of an unpaired speedup is not kept. k comes from the run's name, see
+    `dspark.metrics.rows.k_of_run_name`.
 
     Raises:
         UserError: the columns are not those of the table, or a cell is malformed; the row's number
@@ -242,17 +257,23 @@ def _malformed(where: str, column: str, cell: str, example: str) -> UserError:
 # --------------------------------------------------------------------------- the report
 
 
-def render_report(rows: Sequence[TableRow], summaries: Sequence[CellSummary]) -> str:
+def render_report(
+    rows: Sequence[TableRow], summaries: Sequence[CellSummary], unpaired: Unpaired | None = None
+) -> str:
     """The table, and below it whether outputs changed, speedup intervals and the settings.
 
+    The settings are those of each dataset's baseline; what is otherwise in the cells of `unpaired`
+    stands right below the table.
+
     Raises:
-        UserError: two arms of one dataset ran with different settings, or a name that would break
-            the table.
+        UserError: a name that would break the table.
     """
+    unpaired = unpaired or {}
     parts = [
-        render_table(rows),
+        render_table(rows, unpaired),
+        _bullets(f"{UNPAIRED} {line}" for line in _unpaired_lines(unpaired)),
         _bullets(_lossless_lines(summaries)),
-        _speedup_table(summaries),
+        _speedup_table(summaries, unpaired),
         _bullets(_settings_lines(summaries)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -260,6 +281,17 @@ def render_report(rows: Sequence[TableRow], summaries: Sequence[CellSummary]) ->
 
 def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _unpaired_lines(unpaired: Unpaired) -> list[str]:
+    """One line for each group of cells that differ from their baseline in the same way."""
+    groups: dict[str, list[str]] = {}
+    for (dataset, run), differing in unpaired.items():
+        groups.setdefault(", ".join(map(str, differing)), []).append(f"{dataset}/{run}")
+    return [
+        f"{', '.join(cells)}: not measured as {BASELINE} was: {text}"
+        for text, cells in groups.items()
+    ]
 
 
 def _arms(summaries: Iterable[CellSummary]) -> list[CellSummary]:
@@ -334,48 +366,52 @@ def _largest_margin(cells: Iterable[CellSummary]) -> str:
     return f"; largest logit margin {max(known):.3g}" if known else ""
 
 
-def _speedup_table(summaries: Iterable[CellSummary]) -> str:
-    """Interval, delivered length and the later positions of each arm; empty without arms."""
+def _length(value: float | None) -> str:
+    return NO_VALUE if value is None else _fixed(value, LENGTH_DIGITS)
+
+
+def _speedup_table(summaries: Iterable[CellSummary], unpaired: Container[tuple[str, str]]) -> str:
+    """Interval, delivered and break-even lengths, later positions of each arm; empty without arms."""
     body = [
         [
             _name(cell.dataset),
             _name(cell.run),
-            _speedup(cell.speedup),
-            f"{_speedup(cell.speedup_ci95_low)} to {_speedup(cell.speedup_ci95_high)}",
+            _speedup(cell.speedup, (cell.dataset, cell.run) in unpaired),
+            # the interval comes from pairs of requests, which only one job has
             NO_VALUE
-            if cell.accept_len_delivered is None
-            else _fixed(cell.accept_len_delivered, LENGTH_DIGITS),
+            if (cell.dataset, cell.run) in unpaired
+            else f"{_speedup(cell.speedup_ci95_low)} to {_speedup(cell.speedup_ci95_high)}",
+            _length(cell.accept_len_delivered),
+            NO_VALUE
+            if (cell.dataset, cell.run) in unpaired
+            else _length(cell.break_even_accept_len),
             _parts(cell.accept_p[PRINTED_POSITIONS:], _percent) or NO_VALUE,
         ]
         for cell in _arms(summaries)
     ]
-    header = ["Dataset", "Run", "Speedup", "95 % interval", "Accept len delivered", "p4..pk"]
-    return _markdown(header, body) if body else ""
+    header = ["Dataset", "Run", "Speedup", "95 % interval", *LENGTHS, "p4..pk"]
+    return markdown(header, body) if body else ""
 
 
 def _settings_lines(summaries: Iterable[CellSummary]) -> list[str]:
     """One line when all datasets ran alike, else one for each group of datasets that did."""
-    of_dataset: dict[str, str] = {}
-    for cell in summaries:
-        text = _settings(cell)
-        if of_dataset.setdefault(cell.dataset, text) != text:
-            raise UserError(
-                f"cell {cell.dataset}/{cell.run} ran with other settings than the rest of its "
-                f"dataset ({text} against {of_dataset[cell.dataset]}): run its job again"
-            )
+    baselines = [cell for cell in summaries if cell.run == BASELINE]
+    several = len(_by_experiment(baselines)) > 1
     groups: dict[str, list[str]] = {}
-    for dataset, text in of_dataset.items():
-        groups.setdefault(text, []).append(dataset)
+    for cell in baselines:
+        named = f"experiment {cell.settings.get('experiment')}, " if several else ""
+        groups.setdefault(named + _settings(cell), []).append(cell.dataset)
     if len(groups) == 1:
         return [f"Settings: {text}" for text in groups]
     return [f"Settings ({', '.join(datasets)}): {text}" for text, datasets in groups.items()]
 
 
 def _settings(cell: CellSummary) -> str:
-    """Device, precision, concurrency, token limit, models and versions; never a date."""
+    """Device, shards, precision, concurrency, token limit, models and versions; never a date."""
     known = cell.settings
     parts = [
         str(known["device"]) if "device" in known else None,
+        f"output tok/s a device: mean of {cell.devices} shards" if cell.devices > 1 else None,
         cell.precision,
         f"concurrency {cell.concurrency}",
         f"at most {known['max_new_tokens']} new tokens" if "max_new_tokens" in known else None,
@@ -387,21 +423,136 @@ def _settings(cell: CellSummary) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def write_table(summaries_paths: Sequence[str | Path], out: str | Path) -> str:
+def _by_experiment(summaries: Iterable[CellSummary]) -> dict[str | None, list[str]]:
+    """The datasets of each experiment, in the order of the summaries."""
+    found: dict[str | None, list[str]] = {}
+    for cell in summaries:
+        datasets = found.setdefault(cell.settings.get("experiment"), [])
+        if cell.dataset not in datasets:
+            datasets.append(cell.dataset)
+    return found
+
+
+def write_table(
+    summaries_paths: Sequence[str | Path], out: str | Path, allow_unpaired: bool = False
+) -> str:
     """Read the summaries, check every identity, and write the report under its final name.
 
     The rows stand in the order of the paths. Returns the text that was written.
 
     Raises:
-        UserError: a summary cannot be read, an identity fails or the file cannot be written; then
-            `out` stays as it was.
+        UserError: see `read_cells`, or the file cannot be written; then `out` stays as it was.
+    """
+    text = report_of(read_points(summaries_paths, allow_unpaired))
+    write_text(out, text)
+    return text
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Cells that may stand in one table, and those of them that are marked there."""
+
+    paths: list[Path]
+    summaries: list[CellSummary]
+    unpaired: Unpaired
+
+
+def report_of(points: Mapping[Options, Cells]) -> str:
+    """The report as markdown, see `render_report`; a sweep's has a column for each swept option."""
+    reports = {
+        options: render_report(
+            rows_from_summaries(cells.summaries), cells.summaries, cells.unpaired
+        )
+        for options, cells in points.items()
+    }
+    return reports[()] if list(reports) == [()] else swept(reports)
+
+
+def read_points(
+    summaries_paths: Sequence[str | Path], allow_unpaired: bool = False
+) -> dict[Options, Cells]:
+    """The cells of each point of a sweep, by what was swept; without a sweep all are one point's.
+
+    A summary's point is named by its folder: <point>/<dataset>/<run>/summary.json.
+
+    Raises:
+        UserError: see `read_cells`; points sweep other options than the rest.
+    """
+    paths: dict[Options, list[str | Path]] = {(): []} if not summaries_paths else {}
+    for path in summaries_paths:
+        options = point_options(Path(path).absolute().parents[2].name)
+        paths.setdefault(tuple(options.items()), []).append(path)
+    swept_options = {tuple(name for name, _ in options) for options in paths}
+    if len(swept_options) > 1:
+        listed = " and ".join(", ".join(names) or "nothing" for names in sorted(swept_options))
+        raise UserError(
+            f"the summaries are of sweeps over different options, {listed}: make one table of each"
+        )
+    return {options: read_cells(of_point, allow_unpaired) for options, of_point in paths.items()}
+
+
+def read_cells(summaries_paths: Sequence[str | Path], allow_unpaired: bool = False) -> Cells:
+    """Read the summaries, in the order of the paths, and check every identity.
+
+    With `allow_unpaired`, a cell that was measured otherwise than its baseline is set against it
+    all the same: its speedup is the ratio of the two tok/s, marked and explained below the table,
+    and has no interval. Summaries of several experiments may then be mixed.
+
+    Raises:
+        UserError: a summary cannot be read, a cell is given twice, a dataset has no baseline, cells
+            are not comparable and `allow_unpaired` is not set, or an identity fails.
     """
     summaries = [read_summary(path) for path in summaries_paths]
     if not summaries:
         raise UserError("no summaries given: there is nothing to put into a table")
-    check_summaries(summaries)
-    rows = rows_from_summaries(summaries)
-    check_rows(rows)
-    text = render_report(rows, summaries)
-    write_text(out, text)
-    return text
+    _require_each_cell_once(summaries_paths, summaries)
+    unpaired = mismatches(summaries)
+    if not allow_unpaired:
+        _require_paired(summaries, unpaired)
+    summaries = _against_given_baselines(summaries, unpaired)
+    for cell in summaries:
+        if (cell.dataset, cell.run) in unpaired:
+            check_devices(cell)
+    check_summaries([cell for cell in summaries if (cell.dataset, cell.run) not in unpaired])
+    check_rows(rows_from_summaries(summaries))
+    return Cells([Path(path) for path in summaries_paths], summaries, unpaired)
+
+
+def _require_each_cell_once(paths: Sequence[str | Path], summaries: Sequence[CellSummary]) -> None:
+    first: dict[tuple[str, str], str | Path] = {}
+    for path, cell in zip(paths, summaries, strict=True):
+        name = (cell.dataset, cell.run)
+        if name in first:
+            raise UserError(
+                f"cell {cell.dataset}/{cell.run} is given twice, by '{first[name]}' and by "
+                f"'{path}': a table holds each dataset once, leave one of them out"
+            )
+        first[name] = path
+
+
+def _require_paired(summaries: Sequence[CellSummary], unpaired: Unpaired) -> None:
+    remedy = "or set allow_unpaired=true (`dspark table --allow-unpaired`) for a table that says so"
+    if unpaired:
+        raise UserError(
+            f"no speedup without its own baseline: {'; '.join(_unpaired_lines(unpaired))}: "
+            f"run the job of the dataset again, {remedy}"
+        )
+    experiments = _by_experiment(summaries)
+    if len(experiments) > 1:
+        listed = " and ".join(f"'{name}' ({', '.join(of)})" for name, of in experiments.items())
+        raise UserError(
+            f"the summaries are of different experiments, {listed}: make one table of each, {remedy}"
+        )
+
+
+def _against_given_baselines(
+    summaries: Sequence[CellSummary], unpaired: Container[tuple[str, str]]
+) -> list[CellSummary]:
+    """The same cells; the speedups of `unpaired` are relative to the baselines among them."""
+    tok_s = {cell.dataset: cell.output_tok_s for cell in summaries if cell.run == BASELINE}
+    return [
+        replace(cell, speedup=cell.output_tok_s / tok_s[cell.dataset])
+        if (cell.dataset, cell.run) in unpaired
+        else cell
+        for cell in summaries
+    ]
