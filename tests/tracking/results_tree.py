@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,29 +42,34 @@ def summary(dataset: str, run: str, **changed: Any) -> dict[str, Any]:
         "ttft_ms_p95": 88.125,
         "accept_rate": 0.61 if k else None,
         "accept_p": [0.78, 0.61, 0.44] if k else None,
-        "settings": {"device": "cpu", "concurrency": 4},
-        "lossless": {"checked": True, "identical_requests": 3, "first_difference": None},
+        "settings": {
+            "device": "Intel Xeon",
+            "git_sha": SHA,
+            "git_dirty": False,
+            "threads": 4,
+            "target": "tiny",
+            "versions": {"torch": "2.13.0"},
+        },
+        "by_device": [{"windows": 2}],
+        "lossless": {"checked": True, "identical_requests": 3, "differences": [{"position": 7}]},
         **changed,
     }
 
 
-def write_dataset(root: Path, dataset: str) -> None:
-    """All files of one dataset with its three arms."""
+def write_dataset(root: Path, dataset: str, arms: Iterable[str] = ARMS) -> None:
+    """All files of one dataset with its arms."""
     base = root / dataset
     base.mkdir(parents=True)
     job = JobConfig(
         experiment=root.name,
         dataset=DatasetConfig(name=dataset),
-        runs=ARMS,
+        runs={arm: ARMS[arm] for arm in arms},
         engine=EngineConfig(concurrency=4),
     )
     (base / "config.yaml").write_text(to_yaml(job))
     prompts = [{"id": f"{dataset}-{i}", "turns": [f"Question {i}?"]} for i in range(3)]
     (base / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    (base / "environment.json").write_text(
-        json.dumps({"device": "Intel Xeon", "git_sha": SHA, "git_dirty": False})
-    )
-    for run in ARMS:
+    for run in arms:
         write_summary(root, dataset, run)
 
 

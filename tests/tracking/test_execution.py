@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from results_tree import SHA, write_summary
+from results_tree import SHA, write_dataset, write_summary
 
 from dspark.errors import UserError
 from dspark.tracking.execution import read_execution
@@ -36,6 +36,17 @@ def test_params_are_the_resolved_config_with_this_run_alone(results_dir: Path) -
     assert not [key for key in params if key.startswith("runs")]
 
 
+def test_texts_of_the_settings_are_params_too(results_dir: Path) -> None:
+    params = read_execution(results_dir).cells[1].params
+    stated = {key: text for key, text in params.items() if key.startswith("settings.")}
+    assert stated == {
+        "settings.device": "Intel Xeon",
+        "settings.git_sha": SHA,
+        "settings.target": "tiny",
+        "settings.versions.torch": "2.13.0",
+    }
+
+
 def test_metrics_are_the_numbers_of_the_summary(results_dir: Path) -> None:
     baseline, k3 = (cell.metrics for cell in read_execution(results_dir).cells[:2])
     assert k3 == {
@@ -47,7 +58,8 @@ def test_metrics_are_the_numbers_of_the_summary(results_dir: Path) -> None:
         "accept_p1": 0.78,
         "accept_p2": 0.61,
         "accept_p3": 0.44,
-        "settings/concurrency": 4,
+        "by_device1/windows": 2,
+        "settings/threads": 4,
         "lossless/identical_requests": 3,
     }
     assert "accept_rate" not in baseline and "accept_p1" not in baseline
@@ -69,13 +81,23 @@ def test_named_summaries_are_the_whole_execution(results_dir: Path) -> None:
     assert [cell.name for cell in read_execution(results_dir, [path]).cells] == ["gsm8k/baseline"]
 
 
+def test_a_sweep_s_cells_are_named_by_their_points_too(results_dir: Path) -> None:
+    points = [f"engine.concurrency={n},runs.dspark_k3.k=3" for n in (1, 4)]
+    for point in points:
+        write_dataset(results_dir / point, "mbpp", ["baseline"])
+    cells = read_execution(results_dir).cells
+    assert [cell.name for cell in cells if cell.point] == [f"{p}/mbpp/baseline" for p in points]
+    assert len(cells) == 6 + 2
+    named = [results_dir / point / "mbpp" / "baseline" / "summary.json" for point in points]
+    assert [cell.point for cell in read_execution(results_dir, named).cells] == points
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("gsm8k/baseline/summary.json", "{", "is not valid JSON"),
         ("gsm8k/baseline/summary.json", "[]", "holds no JSON object"),
-        ("gsm8k/environment.json", "nonsense", "is not valid JSON"),
-        ("gsm8k/environment.json", '{"git_sha": null}', "has no 'device'"),
+        ("gsm8k/baseline/summary.json", '{"settings": {"git_sha": null}}', "state the device"),
         ("gsm8k/config.yaml", "engine: {concurrncy: 4}", "did you mean 'concurrency'"),
         (
             "gsm8k/config.yaml",
@@ -92,9 +114,7 @@ def test_a_malformed_file_is_named(results_dir: Path, name: str, text: str, mess
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["table.md", "gsm8k/config.yaml", "gsm8k/prompts.jsonl", "gsm8k/environment.json"]
-)
+@pytest.mark.parametrize("name", ["table.md", "gsm8k/config.yaml", "gsm8k/prompts.jsonl"])
 def test_an_absent_file_is_named(results_dir: Path, name: str) -> None:
     (results_dir / name).unlink()
     with pytest.raises(UserError) as caught:

@@ -3,72 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import pytest
+from mlflow_serving import free_port, mlflow_server, search
 
 from dspark.config import TrackingConfig
 from dspark.tracking.mlflow_store import track
-
-START_TIMEOUT_S = 120
-
-
-@contextmanager
-def mlflow_server(store_uri: str, log: Path) -> Iterator[str]:
-    """Serve `store_uri` on a free port of this machine; yields the server's address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        str(Path(sys.executable).with_name("mlflow")),
-        *("server", "--backend-store-uri", store_uri, "--workers", "1"),
-        *("--artifacts-destination", str(log.parent / "served")),
-        *("--host", "127.0.0.1", "--port", str(port)),
-    ]
-    # the job runners would cost ten more processes, and nothing here uses them
-    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-    try:
-        _wait_until_healthy(f"http://127.0.0.1:{port}", process, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # the server's workers are in its process group
-        process.wait()
-
-
-def _wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    pytest.fail(f"the server did not start:\n{log.read_text()}")
-
-
-def search(address: str, experiment_id: str, condition: str) -> list[dict[str, Any]]:
-    """What the pages of the server ask for to list runs."""
-    request = urllib.request.Request(
-        f"{address}/api/2.0/mlflow/runs/search",
-        data=json.dumps({"experiment_ids": [experiment_id], "filter": condition}).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=30) as response:
-        return json.load(response).get("runs", [])
 
 
 def test_a_server_lists_the_arms_of_a_dataset_and_takes_uploads(
@@ -79,7 +19,7 @@ def test_a_server_lists_the_arms_of_a_dataset_and_takes_uploads(
     direct = json.loads(out.read_text())
     condition = "tags.experiment = 'demo' and tags.dataset = 'gsm8k'"
 
-    with mlflow_server(tracking.uri, tmp_path / "server.log") as address:
+    with mlflow_server(tracking.uri, tmp_path / "server.log", free_port()) as address:
         arms = search(address, direct["experiment_id"], condition)
         speedups = {
             run["info"]["run_name"]: metric["value"]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from results_tree import SHA, summary, write_summary
+from filelock import FileLock
+from results_tree import SHA, summary, write_dataset, write_summary
 
 from dspark.config import TrackingConfig
 from dspark.errors import UserError
 from dspark.tracking.mlflow_store import (
+    CLIENT_SETTINGS,
     DESCRIPTION_LENGTH,
     DESCRIPTION_TAG,
     DIGEST_TAG,
@@ -170,7 +176,28 @@ def test_a_new_table_alone_replaces_the_parent_alone(
     assert set(runs(tracking, "DELETED_ONLY")) == {before["parent"]}
 
 
-def test_what_a_crash_left_is_removed(
+def test_a_sweep_has_a_child_for_each_cell_of_each_point(
+    results_dir: Path, tracking: TrackingConfig
+) -> None:
+    points = ["engine.concurrency=1", "engine.concurrency=4"]
+    for point in points:
+        write_dataset(results_dir / point, "gsm8k", ["baseline"])
+    plot = results_dir / "plots" / points[0] / "speedup.svg"
+    plot.parent.mkdir()
+    plot.write_text("<svg/>")
+    written = tracked(results_dir, tracking)
+    found = runs(tracking)
+    for point in points:
+        run = found[written["cells"][f"{point}/gsm8k/baseline"]]
+        assert run.info.run_name == f"{point}/gsm8k/baseline"
+        assert (run.data.tags["point"], run.data.tags["dataset"]) == (point, "gsm8k")
+    assert "point" not in found[written["cells"]["gsm8k/baseline"]].data.tags
+    kept = open_store(tracking).list_artifacts(written["parent"], f"plots/{points[0]}")
+    assert [artifact.path for artifact in kept] == [f"plots/{points[0]}/speedup.svg"]
+    assert tracked(results_dir, tracking) == written
+
+
+def test_what_a_crash_left_is_finished(
     results_dir: Path, tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
@@ -195,9 +222,36 @@ def test_what_a_crash_left_is_removed(
     assert len(left) == 4 and uploads[2] in running and len(running) == 2  # a cell, the parent
 
     written = tracked(results_dir, tracking)
-    assert set(runs(tracking)) == all_ids(written)
-    assert set(runs(tracking, "DELETED_ONLY")) == running
-    assert set(uploads[:2]) <= set(written["cells"].values())  # the complete ones are kept
+    found = runs(tracking, "ALL")
+    assert set(left) < set(found) == all_ids(written)
+    assert {run.info.status for run in found.values()} == {"FINISHED"}
+
+
+def test_what_is_logged_once_more_is_there_once(
+    results_dir: Path, tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call ends when all of a cell is there but that it is finished."""
+    from mlflow import MlflowClient
+
+    class Killed(BaseException):
+        """Stands for the process's end."""
+
+    def set_terminated(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "set_terminated", set_terminated)
+        with pytest.raises(Killed):
+            tracked(results_dir, tracking)
+    (first,) = (run for run in runs(tracking).values() if "run" in run.data.tags)
+    written = tracked(results_dir, tracking)
+    again = runs(tracking)[written["cells"][first.info.run_name]]
+    assert again.info.run_id == first.info.run_id
+    assert (again.data.metrics, again.data.params) == (first.data.metrics, first.data.params)
+    assert len(again.inputs.dataset_inputs) == 1
+    client = open_store(tracking)
+    for name in again.data.metrics:
+        assert len(client.get_metric_history(again.info.run_id, name)) == 1
 
 
 def test_only_its_own_runs_are_removed(results_dir: Path, tracking: TrackingConfig) -> None:
@@ -212,7 +266,9 @@ def test_only_its_own_runs_are_removed(results_dir: Path, tracking: TrackingConf
     assert tracked(results_dir, tracking) == written
     kept = {other.info.run_id, users.info.run_id}
     assert set(runs(tracking)) == all_ids(written) | kept
-    assert set(runs(tracking, "DELETED_ONLY")) == {leftover}
+    assert {i: run.info.status for i, run in runs(tracking, "DELETED_ONLY").items()} == {
+        leftover: "KILLED"
+    }
 
 
 def test_a_summary_of_many_numbers_is_logged_whole(
@@ -252,8 +308,73 @@ def test_a_server_that_is_down_is_told_of_quickly(results_dir: Path) -> None:
     assert "\n" not in message
     assert f"127.0.0.1:{port}" in message and "secret" not in message
     assert "Connection refused" in message
-    assert "dspark track" in message and str(results_dir) in message
+    assert f"nothing is lost, the records stay under '{results_dir}'" in message
+    assert f"`dspark track {results_dir}` uploads them" in message
     assert not out.exists()
+
+
+@contextmanager
+def answering(answer: bytes | None) -> Iterator[tuple[str, list[int]]]:
+    """A server that sends `answer` to every request, or nothing; its address, and a list that gets
+    an entry a request."""
+    requests: list[int] = []
+
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65536)
+            requests.append(len(requests))
+            if answer is None:
+                ended.wait()
+            else:
+                self.request.sendall(answer)
+
+    ended = threading.Event()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", requests
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, "timed out"),
+        (
+            b"HTTP/1.1 500 Oops\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+            "too many 500 error responses",
+        ),
+    ],
+    ids=["silent", "500"],
+)
+def test_a_server_that_does_not_work_is_given_up(
+    results_dir: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes | None, reason: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    out = results_dir / "mlflow.json"
+    with answering(answer) as (uri, requests), pytest.raises(UserError) as caught:
+        track(results_dir, TrackingConfig(uri=uri), out)
+    assert f"MLflow at '{uri}' cannot be used: {reason}; nothing is lost" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not out.exists()
+    assert len(requests) > 1  # one lost answer is nothing
+    assert len(requests) * float(CLIENT_SETTINGS["MLFLOW_HTTP_REQUEST_TIMEOUT"]) < 55
+
+
+def test_a_turn_that_does_not_end_is_not_waited_for(
+    results_dir: Path, tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark.tracking.mlflow_store.TURN_TIMEOUT_S", 0.1)
+    with (
+        FileLock(results_dir / ".mlflow.lock"),
+        pytest.raises(UserError, match=r"another `dspark track` holds '.*demo/.mlflow.lock' since"),
+    ):
+        tracked(results_dir, tracking)
+    tracked(results_dir, tracking)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_other_trainings_and_the_users_own_runs_are_left_alone(
     assert set(training_runs(tracking, 3)) == set(training_runs(tracking)) == kept
 
 
-def test_what_a_crash_left_is_replaced(
+def test_what_a_crash_left_is_finished(
     results_dir: Path, tracking: TrackingConfig, training: Path
 ) -> None:
     where = tracked(results_dir, tracking, None)["experiment_id"]
@@ -142,7 +142,10 @@ def test_what_a_crash_left_is_replaced(
     }
     left = open_store(tracking).create_run(where, tags=tags).info.run_id  # still RUNNING
     written = tracked(results_dir, tracking, training)
-    assert set(training_runs(tracking)) == {written["training"]} != {left}
+    assert written["training"] == left
+    (run,) = training_runs(tracking, 3).values()
+    assert (run.info.run_id, run.info.status) == (left, "FINISHED")
+    assert [step for step, _ in history(tracking, left, "loss_ce")] == list(range(1, 7))
 
 
 def test_a_long_curve_is_logged_whole(

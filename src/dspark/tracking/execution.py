@@ -10,20 +10,22 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from dspark.config import JobConfig, from_yaml
+from dspark.config import JobConfig, from_yaml, point_options
 from dspark.errors import UserError, nearest
 
 CONFIG = "config.yaml"
-ENVIRONMENT = "environment.json"
 PROMPTS = "prompts.jsonl"
 SUMMARY = "summary.json"
 TABLE = "table.md"
 PLOTS = "plots"
+# Numbers of single requests: they are in the summary that is kept, and would bury the cell's own.
+NO_METRICS = ("differences",)
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Cell:
-    """One run on one dataset."""
+    """One run on one dataset, at one point of a sweep where there is one."""
 
+    point: str  # name of the point's folder; empty without a sweep
     dataset: str
     run: str
     files: tuple[Path, ...]  # what is kept beside the numbers: summary and config
@@ -51,13 +54,14 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.dataset}/{self.run}"
+        return "/".join(filter(None, (self.point, self.dataset, self.run)))
 
 
 @dataclass(frozen=True)
 class Execution:
     """One experiment as executed: its cells and the table made of them."""
 
+    folder: Path
     experiment: str
     cells: tuple[Cell, ...]
     table: str
@@ -75,20 +79,22 @@ class Execution:
 
 
 def read_execution(results_dir: Path, summaries: Sequence[Path] | None = None) -> Execution:
-    """Read the cells behind `summaries`, or every `<dataset>/<run>/summary.json`, by name.
+    """Read the cells behind `summaries`, or every `[<point>/]<dataset>/<run>/summary.json`, by name.
 
     Raises:
         UserError: there is no cell, or a file of one is absent or malformed.
     """
-    found = results_dir.glob(f"*/*/{SUMMARY}") if summaries is None else summaries
+    everywhere = (f"*/*/{SUMMARY}", f"*=*/*/*/{SUMMARY}")
+    found = chain(*map(results_dir.glob, everywhere)) if summaries is None else summaries
     cells = tuple(sorted((_read_cell(results_dir, path) for path in found), key=lambda c: c.name))
     if not cells:
         raise UserError(
             f"no {SUMMARY} under '{results_dir}': run the experiment before it is tracked"
         )
     table = results_dir / TABLE
-    plots = tuple(sorted(path for path in (results_dir / PLOTS).glob("*") if path.is_file()))
+    plots = tuple(sorted(path for path in (results_dir / PLOTS).rglob("*") if path.is_file()))
     return Execution(
+        folder=results_dir,
         experiment=results_dir.resolve().name,
         cells=cells,
         table=_read(table).decode(),
@@ -104,23 +110,31 @@ def read_execution(results_dir: Path, summaries: Sequence[Path] | None = None) -
 def _read_cell(results_dir: Path, summary_path: Path) -> Cell:
     run_dir = summary_path.parent
     dataset_dir = run_dir.parent
-    if summary_path.name != SUMMARY or dataset_dir.parent.resolve() != results_dir.resolve():
+    point = dataset_dir.parent.name if point_options(dataset_dir.parent.name) else ""
+    home = dataset_dir.parent.parent if point else dataset_dir.parent
+    if summary_path.name != SUMMARY or home.resolve() != results_dir.resolve():
         raise UserError(
             f"'{summary_path}' is not a cell of '{results_dir}': "
             f"a cell is {results_dir}/<dataset>/<run>/{SUMMARY}"
         )
     config_path = dataset_dir / CONFIG
-    environment_path = dataset_dir / ENVIRONMENT
+    summary = _read_object(summary_path)
+    stated = summary.get("settings")
+    settings = stated if isinstance(stated, dict) else {}
     return Cell(
+        point=point,
         dataset=dataset_dir.name,
         run=run_dir.name,
         files=(summary_path, config_path),
         digest=_sha256(_read(config_path), _read(summary_path)),
-        params=dict(flat_params(_cell_config(config_path, run_dir.name))),
-        metrics=dict(_metrics(_read_object(summary_path))),
+        params={
+            **dict(flat_params(_cell_config(config_path, run_dir.name))),
+            **dict(_texts(settings, "settings.")),
+        },
+        metrics=dict(_metrics(summary)),
         prompts=_prompts(dataset_dir / PROMPTS),
-        git_sha=_provenance(environment_path, "git_sha"),
-        device=_provenance(environment_path, "device"),
+        git_sha=_provenance(summary_path, settings, "git_sha"),
+        device=_provenance(summary_path, settings, "device"),
     )
 
 
@@ -150,6 +164,8 @@ def _metrics(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
     describe a cell apart from those that compare it. What is not a number is no metric.
     """
     for key, value in sorted(tree.items()):
+        if key in NO_METRICS:
+            continue
         if isinstance(value, dict):
             yield from _metrics(value, f"{prefix}{key}/")
         elif isinstance(value, list):
@@ -158,17 +174,25 @@ def _metrics(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
             yield f"{prefix}{key}", float(value)
 
 
+def _texts(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """The texts of a summary's settings: models, checksums, versions, which the config lacks."""
+    for key, value in sorted(tree.items()):
+        if isinstance(value, dict):
+            yield from _texts(value, f"{prefix}{key}.")
+        elif isinstance(value, str):
+            yield f"{prefix}{key}", value
+
+
 def _prompts(path: Path) -> Prompts:
     content = _read(path)
     # MLflow takes at most 36 characters of a dataset's digest
     return Prompts(path=path, digest=_sha256(content)[:32], count=len(content.splitlines()))
 
 
-def _provenance(path: Path, key: str) -> str:
-    environment = _read_object(path)
-    if key not in environment:
-        raise UserError(f"'{path}' has no '{key}': make this dataset's records again")
-    return str(environment[key] or "unknown")  # null: no git repository around the code
+def _provenance(path: Path, settings: dict[str, Any], key: str) -> str:
+    if key not in settings:
+        raise UserError(f"'{path}' does not state the {key}: make this cell again")
+    return str(settings[key] or "unknown")  # null: no git repository around the code
 
 
 def _joined(values: Iterable[str]) -> str:
