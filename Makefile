@@ -1,10 +1,11 @@
 # make demo: set up and run the built-in experiment.   make test: set up and run all checks.
+# make slurm: install what the SLURM tests need from the distribution, as root; without it they are skipped.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORES ?= all
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint slurm clean
 
 demo: $(VENV)/installed
 	$(BIN)/snakemake --cores $(CORES)
@@ -18,6 +19,9 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/snakemake --lint
+
+slurm:
+	tests/slurm/install.sh
 
 # The package is installed editable, so that the rules run the code of this checkout.
 $(VENV)/installed: requirements.lock pyproject.toml

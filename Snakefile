@@ -15,10 +15,14 @@ localrules:
     all,
     training_config,
     models_config,
+    prepare,
     job_config,
+    prompts,
     tracking_config,
     summarise,
     table,
+    plots,
+    command,
     track,
 
 
@@ -26,4 +30,6 @@ rule all:
     default_target: True
     input:
         f"results/{EXPERIMENT}/table.md",
-        f"results/{EXPERIMENT}/mlflow.json",
+        f"results/{EXPERIMENT}/command.txt",
+        rules.plots.output[0],
+        f"results/{EXPERIMENT}/mlflow.json" if list(POINTS) == [""] else [],
