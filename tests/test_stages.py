@@ -22,9 +22,11 @@ from dspark.config import (
     Mode,
     ModelsConfig,
     ModelSource,
+    Precision,
     PromptSource,
     RunConfig,
     TargetConfig,
+    digest,
     to_yaml,
 )
 from dspark.data.prompts import read_prompts, split_prompts
@@ -296,3 +298,15 @@ def test_summaries_say_from_which_accept_length_on_an_arm_pays(whole: Path) -> N
         assert cell.step_ms_baseline == cells["baseline"].step_ms_baseline
         assert cell.step_ms_spec is not None
         assert cell.break_even_accept_len == cell.step_ms_spec / cell.step_ms_baseline
+
+
+def test_auto_precision_is_named_as_what_it_came_to(models: Path, tmp_path: Path) -> None:
+    config = job_config(1, limit=2)
+    config.engine.precision = Precision.auto
+    folder = start(tmp_path / "mt_bench", config)
+    bench(folder, models)
+    stages.summarise(folder, models)
+    environment = json.loads((folder / "environment.json").read_text())
+    cell = read_summary(folder / "dspark_k3" / "summary.json")
+    assert cell.precision == environment["precision"] in ("float32", "bfloat16")
+    assert cell.settings["config_digest"] == digest(config)

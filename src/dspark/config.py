@@ -76,8 +76,9 @@ class Device(Enum):
 
 
 class Precision(Enum):
-    """The dtype of weights, activations and KV caches."""
+    """The dtype of weights, activations and KV caches; auto takes what is fastest on the device."""
 
+    auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
 

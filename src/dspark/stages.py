@@ -19,6 +19,7 @@ from dspark.config import (
     History,
     JobConfig,
     ModelsConfig,
+    Precision,
     TrackingConfig,
     digest,
     from_yaml,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 OUTPUTS = ("environment.json", "lossless.json", "requests.parquet")  # of bench and merge
 # Facts of the environment that decide the numbers, beside the job's inputs.
-DECIDING = ("device", "threads", "torch", "transformers", "dspark")
+DECIDING = ("device", "precision", "threads", "torch", "transformers", "dspark")
 
 
 def prepare(config: Path, store: Path, out: Path, trained: Path | None = None) -> None:
@@ -89,7 +90,12 @@ def bench(
     killed job goes on, a changed one starts anew, and one that is whole already runs nothing.
     """
     from dspark.data.prompts import read_prompts
-    from dspark.decode.environment import describe, resolve_device, set_threads
+    from dspark.decode.environment import (
+        describe,
+        resolve_device,
+        resolve_precision,
+        set_threads,
+    )
     from dspark.decode.journal import job_identity
     from dspark.locks import sole_use
     from dspark.models.prepare import PreparedModel
@@ -104,6 +110,7 @@ def bench(
         model_files = [models / name for name in ("target.json", "drafter.json")]
         prepared = [PreparedModel.read(path) for path in model_files]
         environment = describe(device, digest(job_config))
+        job_config.engine.precision = resolve_precision(job_config.engine.precision, device)
         environment["precision"] = job_config.engine.precision.value
         environment["job"] = job_identity(
             [config, prompt_file, *model_files], {fact: environment[fact] for fact in DECIDING}
@@ -140,7 +147,12 @@ def profile(
         UserError: the job has no such run, or it is the baseline; no steps follow each other.
     """
     from dspark.data.prompts import read_prompts
-    from dspark.decode.environment import describe, resolve_device, set_threads
+    from dspark.decode.environment import (
+        describe,
+        resolve_device,
+        resolve_precision,
+        set_threads,
+    )
     from dspark.decode.parts import PARTS, read_bandwidth
     from dspark.metrics.cell import BASELINE
     from dspark.models.prepare import PreparedModel
@@ -154,6 +166,7 @@ def profile(
     set_threads(job_config.engine.threads or threads)
     prepared = [PreparedModel.read(models / f"{name}.json") for name in ("target", "drafter")]
     environment = describe(device, digest(job_config))
+    job_config.engine.precision = resolve_precision(job_config.engine.precision, device)
     environment["precision"] = job_config.engine.precision.value
     asked = read_prompts(prompt_file)[:requests]
     job = _load_job(job_config, asked, prepared, device, environment, profiles)
@@ -249,7 +262,7 @@ def _step_curves(
     if drafter is None:
         return {}
     identity = {
-        **{fact: environment[fact] for fact in (*DECIDING, "precision")},
+        **{fact: environment[fact] for fact in DECIDING},
         "target": prepared[0].files,
         "drafter": prepared[1].files,
     }
@@ -393,10 +406,12 @@ def summarise(folder: Path, models: Path) -> None:
     job: JobConfig = from_yaml(JobConfig, folder / "config.yaml")
     asked = read_prompts(folder / "prompts.jsonl")
     environment = _read_json(folder / "environment.json")
+    job.engine.precision = Precision(environment["precision"])  # what auto came to
     target, drafter = (
         PreparedModel.read(models / f"{name}.json") for name in ("target", "drafter")
     )
     settings = {
+        "config_digest": environment["config_digest"],
         "device": environment["device"],
         "device_uuid": environment["device_uuid"],
         "threads": environment["threads"],

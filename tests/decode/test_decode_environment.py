@@ -14,8 +14,15 @@ import pytest
 import torch
 
 import dspark
-from dspark.config import Device
-from dspark.decode.environment import describe, git_state, resolve_device, set_threads
+from dspark.config import Device, Precision
+from dspark.decode import environment
+from dspark.decode.environment import (
+    describe,
+    git_state,
+    resolve_device,
+    resolve_precision,
+    set_threads,
+)
 from dspark.errors import UserError
 
 
@@ -136,3 +143,28 @@ def test_outside_a_checkout_there_is_no_git_state(
 def test_no_git_at_all_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(tmp_path) == {"git_sha": None, "git_dirty": None}
+
+
+@pytest.mark.parametrize("precision", [Precision.float32, Precision.bfloat16])
+def test_a_chosen_precision_stays(precision: Precision) -> None:
+    assert resolve_precision(precision, "cpu") is precision
+
+
+@pytest.mark.parametrize("faster", [Precision.float32, Precision.bfloat16])
+def test_auto_takes_what_multiplies_faster(
+    faster: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[torch.dtype] = []
+
+    def seconds(dtype: torch.dtype) -> float:
+        timed.append(dtype)
+        return 1.0 if dtype is getattr(torch, faster.value) else 2.0
+
+    monkeypatch.setattr(environment, "_product_seconds", seconds)
+    monkeypatch.setattr(environment, "can_pack", lambda _weight: True)
+    assert resolve_precision(Precision.auto, "cpu") is faster
+    assert timed == [torch.float32, torch.bfloat16]
+
+
+def test_auto_finds_a_precision_on_this_machine() -> None:
+    assert resolve_precision(Precision.auto, "cpu") in (Precision.float32, Precision.bfloat16)

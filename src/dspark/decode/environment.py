@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import psutil
 import torch
 
 import dspark
-from dspark.config import Device
+from dspark.config import Device, Precision
 from dspark.errors import UserError
+from dspark.models.packed import can_pack, pack, packed_linear
 
 
 def resolve_device(device: Device, field: str = "engine.device") -> str:
@@ -31,6 +33,36 @@ def resolve_device(device: Device, field: str = "engine.device") -> str:
     if device is Device.cuda and not torch.cuda.is_available():
         raise UserError(f"{field} is cuda but no GPU can be used: set {field}=cpu or auto")
     return device.value
+
+
+def resolve_precision(precision: Precision, device: str) -> Precision:
+    """The precision to run in; auto takes bfloat16 where the device multiplies faster in it.
+
+    On a CPU both are timed: some have the instructions, others only pretend to.
+    """
+    if precision is not Precision.auto:
+        return precision
+    if device != "cpu":
+        return Precision.bfloat16 if torch.cuda.is_bf16_supported(False) else Precision.float32
+    if not can_pack(torch.empty(0, dtype=torch.bfloat16)):
+        return Precision.float32
+    seconds = {
+        choice: _product_seconds(getattr(torch, choice.value))
+        for choice in (Precision.float32, Precision.bfloat16)
+    }
+    return min(seconds, key=lambda choice: seconds[choice])
+
+
+@torch.inference_mode()
+def _product_seconds(dtype: torch.dtype) -> float:
+    """Least seconds of a few rows times a weight that no cache keeps, as a decoding step has them."""
+    weight, rows = torch.zeros(8192, 2048, dtype=dtype), torch.zeros(4, 2048, dtype=dtype)
+    packed, times = pack(weight), []
+    for _ in range(5):
+        begun = time.perf_counter()
+        packed_linear(rows, packed, None)
+        times.append(time.perf_counter() - begun)
+    return min(times)
 
 
 def set_threads(threads: int | None) -> int:

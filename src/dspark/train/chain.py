@@ -20,7 +20,7 @@ import torch
 from dspark.config import ModelsConfig, TrainConfig
 from dspark.data.builtin import builtin_names, builtin_prompts
 from dspark.data.prompts import read_prompts
-from dspark.decode.environment import resolve_device, set_threads
+from dspark.decode.environment import resolve_device, resolve_precision, set_threads
 from dspark.errors import UserError, nearest
 from dspark.models.calibration import write_calibration
 from dspark.models.checkpoint import load_drafter
@@ -63,7 +63,8 @@ def run_chain(config: ModelsConfig, store: Path, out: Path, stage: str | None = 
         if stage != "fit":
             raise UserError("under torchrun only the fit stage can run: add --stage fit")
         device = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
-    dtype, trusted = getattr(torch, train.precision.value), prepared.trust_remote_code
+    precision = resolve_precision(train.precision, device)
+    dtype, trusted = getattr(torch, precision.value), prepared.trust_remote_code
     target = load_target(prepared.path, device, dtype, trusted)
     check_shape(train.shape, target)
     target.pack()
