@@ -28,6 +28,8 @@ from dspark.models.calibration import apply_temperatures
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 
+PREFILL = 512  # prompt tokens of one pass: its attention scores grow with them times the context
+
 
 @dataclass(frozen=True)
 class Request:
@@ -224,10 +226,13 @@ class Engine:
         slot = self.slots.index(None)
         device = self.target.device
         tokens = torch.tensor([request.tokens], device=device)
-        positions = torch.arange(length, device=device)[None]
-        states, taps = self.forward(slice(slot, slot + 1), tokens, positions, length)
-        if self.drafter is not None and taps is not None:
-            write_context(self.drafter, self.draft_cache, slice(slot, slot + 1), taps, positions)
+        positions, here = torch.arange(length, device=device)[None], slice(slot, slot + 1)
+        for begin in range(0, length, PREFILL):
+            end = min(begin + PREFILL, length)
+            part = positions[:, begin:end]
+            states, taps = self.forward(here, tokens[:, begin:end], part, end)
+            if self.drafter is not None and taps is not None:
+                write_context(self.drafter, self.draft_cache, here, taps, part)
         row = Row(request, t_submit, request_generator(request.sampling, self._id(request)))
         logits = self.target.logits(states[:, -1:])
         if request.sampling.greedy:
