@@ -21,6 +21,7 @@ from dspark.errors import UserError
 from dspark.files import cannot_write
 
 NAME = ".lock"  # stays when it is released: another process may be waiting on the very file
+PATIENCE_S = 1.0  # `dspark status` holds it for a moment to see whether anyone does
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
@@ -34,7 +35,7 @@ def sole_use(folder: Path) -> Iterator[None]:
         UserError: another process has the folder; it cannot be written.
     """
     path = folder / NAME
-    lock = FileLock(path, blocking=False, fallback_to_soft=False, on_acquired=_sign)
+    lock = FileLock(path, timeout=PATIENCE_S, fallback_to_soft=False, on_acquired=_sign)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()

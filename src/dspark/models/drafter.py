@@ -143,7 +143,7 @@ class DSparkDrafter(nn.Module):
         self, block_ids: Tensor, positions: Tensor, key_values: KeyValues, mask: Tensor | None
     ) -> Tensor:
         """States after the final norm [R, Q, D] of block tokens [R, Q] at `positions` [R, Q]."""
-        x = self.embed_tokens(block_ids)
+        x = self.embed_tokens(block_ids).to(self.norm.weight.dtype)
         rope = rope_factors(self.rotary_emb, x, positions)
         for layer in self.layers:
             x = layer(x, rope, key_values, mask)

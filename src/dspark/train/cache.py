@@ -25,12 +25,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from dspark.errors import UserError
 from dspark.files import write_text, written_aside
 from dspark.models.packed import PackedLinear
 from dspark.models.target import Target
+from dspark.progress import Bar
 from dspark.train.states import target_states
 from dspark.train.synthesize import Conversation
 
@@ -131,7 +131,7 @@ def write_cache(
         write_text(folder / INDEX, json.dumps(asdict(index)) + "\n")
 
     save_index()
-    with tqdm(
+    with Bar(
         total=sum(_length(item) for item in kept),
         initial=sum(shard.tokens for shard in done.values()),
         desc="target states",
@@ -243,7 +243,7 @@ def _sound_shards(
         index = None
     planned = dict(plan)
     listed = [] if index is None else index.shards
-    for shard in tqdm(listed, desc="check cache", unit="shard", disable=not listed, leave=False):
+    for shard in Bar(listed, desc="check cache", unit="shard", disable=not listed, leave=False):
         if planned.get(shard.file) == shard.conversations and _is_sound(folder, shard):
             sound[shard.file] = shard
     try:

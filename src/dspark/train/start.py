@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from dspark.config import DrafterShape
 from dspark.models.checkpoint import check_fits, use_draft_vocabulary
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
+from dspark.progress import Bar
 from dspark.train.states import target_states
 
 LOCAL_PAIRS = 10  # rotary pairs (of 32) that draw attention to the nearest tokens at the start
@@ -127,7 +127,7 @@ def start_from_bigrams(
     tokens = torch.arange(target.vocab_size, device=target.device)
     first = target.config.bos_token_id or 0
     states = []
-    for chunk in tqdm(tokens.split(batch), desc="bigrams", unit="batch"):
+    for chunk in Bar(tokens.split(batch), desc="bigrams", unit="batch"):
         pairs = torch.stack([torch.full_like(chunk, first), chunk], dim=1)
         states.append(target_states(target, pairs, [0])[0][:, -1].float())
     known = torch.cat(states)

@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from tqdm import tqdm
-
 from dspark.decode.engine import Engine, Request
 from dspark.decode.loop import closed_loop
 from dspark.decode.sampling import Sampling
 from dspark.errors import UserError
 from dspark.models.target import Target
 from dspark.models.tokenizer import ChatTokenizer
+from dspark.progress import Bar
 
 PROMPT_TOKENS = 96  # longest user turn that the target may write
 CHUNK = 256  # prompts between two writes: what a kill can lose
@@ -126,7 +125,10 @@ def _extend(
     mine = {f"own/{i}": text for i, text in enumerate(own) if normalise(text) not in seen}
     seen |= {normalise(text) for text in own}
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a") as handle, tqdm(total=prompts, initial=len(done), unit="prompt") as bar:
+    with (
+        out.open("a") as handle,
+        Bar(total=prompts, initial=len(done), desc="conversations", unit="prompt") as bar,
+    ):
 
         def answer(users: Mapping[str, str]) -> None:
             for conversation in _answer(engine, tokenizer, users, max_new_tokens):

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from dspark.config import LearningRate, TrainConfig, digest
 from dspark.decode.sampling import named_generator
@@ -28,6 +27,7 @@ from dspark.errors import UserError
 from dspark.models.checkpoint import save_drafter
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
+from dspark.progress import Bar
 from dspark.train.blocks import Batch, block_hidden, draw_anchors, flatten_slots, make_batch
 from dspark.train.cache import StateCache
 from dspark.train.curve import Curve
@@ -193,13 +193,12 @@ def fit(target: Target, cache: StateCache, config: TrainConfig, out: Path) -> No
     if world.size > 1:
         model = DistributedDataParallel(model)
     curve = Curve(out / "curve.jsonl", progress.step) if world.rank == 0 else None
-    bar = tqdm(
+    bar = Bar(
         total=steps,
         initial=progress.step,
         unit="step",
         desc="fit",
         disable=world.rank > 0,
-        mininterval=1.0 if sys.stderr.isatty() else 10.0,
     )
     while progress.step < steps and not _stopped(progress, config):
         begun = time.perf_counter()
@@ -260,7 +259,7 @@ def _validate(
     curve.add(progress.step, **shown)
     lengths = [name for name in shown if name.startswith("accept_len")]
     positions = [shown[f"accept_p{t + 1}_k{k}"] for t in range(k)]
-    tqdm.write(
+    Bar.write(
         f"step {progress.step}: "
         + ", ".join(f"{name} {shown[name]:.3f}" for name in lengths)
         + "; accept by position "
