@@ -433,6 +433,8 @@ def main() -> None:
 
     SIGTERM and SIGINT end in one line too, and exit status 143 and 130.
     """
+    if not sys.stderr.isatty():  # bars of the hub's client and of transformers would fill a log
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         interrupt_on_signals()
         cli.main(standalone_mode=False)

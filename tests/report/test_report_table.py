@@ -298,7 +298,9 @@ def test_an_unpaired_speedup_is_marked_and_explained(
         "- † gsm8k/dspark_k3, gsm8k/dspark_k7: not measured as baseline was: "
         f"{DIFFERS}, baseline_tok_s 80 against 100"
     )
-    assert "| gsm8k | dspark_k3 | 1.250x † | — | 2.195 | — | — |" in lines  # no interval without pairs
+    assert (
+        "| gsm8k | dspark_k3 | 1.250x † | — | 2.195 | — | — |" in lines
+    )  # no interval without pairs
     assert "| mbpp | dspark_k3 | 1.250x | 1.188x to 1.312x | 2.195 | 1.500 | — |" in lines
     assert lines[-1].startswith("- Settings: cpu, float32")  # the baselines'
     assert [row.speedup for row in parse_table(text)[:3]] == [1.0, 1.25, 1.1]

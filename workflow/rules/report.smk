@@ -1,21 +1,64 @@
-"""The table, a pure function of the summaries, and the mirror of cells and training in MLflow."""
+"""The table and the plots, pure functions of what was measured, and the mirror of all in MLflow."""
 
 
 rule table:
     input:
         SUMMARIES,
     output:
-        report(
+        table=report(
             f"results/{EXPERIMENT}/table.md",
             caption="../report/table.rst",
             category="Results",
+            labels={"result": "Table as markdown"},
+        ),
+        page=report(
+            f"results/{EXPERIMENT}/table.html",
+            caption="../report/table.rst",
+            category="Results",
+            labels={"result": "Table"},
         ),
     log:
         f"results/{EXPERIMENT}/logs/table.log",
     conda:
         "../../environment.yml"
+    params:
+        unpaired="--allow-unpaired" if COMPOSED.allow_unpaired else "",
     shell:
-        "dspark table {input} --out {output} 2>&1 | tee {log}"
+        "dspark table {input} {params.unpaired} --out {output.table} 2>&1 | tee {log};"
+        " dspark table {input} {params.unpaired} --format html --out {output.page} 2>&1"
+        " | tee -a {log}"
+
+
+rule plots:
+    input:
+        summaries=SUMMARIES,
+        records=expand(
+            f"results/{EXPERIMENT}/{{dataset}}/requests.parquet", dataset=DATASETS
+        ),
+    output:
+        *get_plots(),
+    log:
+        f"results/{EXPERIMENT}/logs/plots.log",
+    conda:
+        "../../environment.yml"
+    params:
+        results=get_results,
+        unpaired="--allow-unpaired" if COMPOSED.allow_unpaired else "",
+    shell:
+        "dspark plots {params.results} {input.summaries} {params.unpaired} 2>&1 | tee {log}"
+
+
+rule command:
+    output:
+        f"results/{EXPERIMENT}/command.txt",
+    log:
+        f"results/{EXPERIMENT}/logs/command.log",
+    conda:
+        "../../environment.yml"
+    params:
+        text=get_command_text,
+    shell:
+        "printf '%s\\n' {params.text:q} > {output} 2> {log}"
 
 
 rule tracking_config:
@@ -35,6 +78,7 @@ rule track:
     input:
         config=f"results/{EXPERIMENT}/tracking.yaml",
         table=f"results/{EXPERIMENT}/table.md",
+        plots=rules.plots.output[0],
         summaries=SUMMARIES,
         trained=get_trained_drafter,
     output:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 from numpy.typing import NDArray
 
@@ -16,14 +18,14 @@ from dspark.decode.records import RequestRecord
 from dspark.metrics.cell import BASELINE, CellSummary
 from dspark.metrics.rows import LENGTH_DIGITS, SPEEDUP_DIGITS, TOK_S_DIGITS
 from dspark.metrics.timing import by_shard, latency_s, ttft_s, windows_s
-from dspark.report.style import FONT_PT, GUIDE, LINE_IN, Look, legend_above, looks_of, wrapped
+from dspark.report.style import GUIDE, LINE_IN, Look, legend_above, looks_of, wrapped
 from dspark.report.table import UNPAIRED
 
 WIDTH_IN = 5.6
 PANEL_HEIGHT_IN = 2.7
 ROW_IN = 0.2  # an arm of the speedup plot
 NAME_IN = 1.6  # room for a dataset's name
-SMALL_PT = 6.5
+SMALL_FONT = FontProperties(size=6.5)
 FEWEST_STEPS = 20  # that a share is worth drawing of
 ASIDE = 0.07  # of the way to the next place
 STRIP_IN = 0.75  # an arm of the plot over time
@@ -126,10 +128,9 @@ def acceptance(name: str, cells: Sequence[CellSummary]) -> Figure:
 
 def _conditional(cell: CellSummary) -> list[float]:
     """Share of the steps that accepted all positions before; NaN where too few did to tell."""
-    before = [1.0, *cell.accept_p[:-1]]
     return [
-        now / so_far if so_far * cell.complete_steps >= FEWEST_STEPS else math.nan
-        for now, so_far in zip(cell.accept_p, before, strict=True)
+        after / so_far if so_far * cell.complete_steps >= FEWEST_STEPS else math.nan
+        for so_far, after in pairwise([1.0, *cell.accept_p])
     ]
 
 
@@ -351,9 +352,10 @@ def _finish(
     """
     legend_above(figure, handles, title)
     texts = dict.fromkeys(_conditions(cell, swept) for cell in cells)
-    small = FONT_PT / SMALL_PT
-    conditions = wrapped("; ".join(texts), figure.get_size_inches()[0] * small)
-    figure.supxlabel(conditions, x=0.01, ha="left", fontsize=SMALL_PT, color="0.4")
+    # small letters are drawn somewhat wider than they measure
+    room = 0.92 * figure.get_size_inches()[0]
+    conditions = wrapped("; ".join(texts), room, SMALL_FONT)
+    figure.supxlabel(conditions, x=0.01, ha="left", fontproperties=SMALL_FONT, color="0.4")
 
 
 def _conditions(cell: CellSummary, swept: bool) -> str:

@@ -23,6 +23,8 @@ from dspark.metrics.cell import BASELINE
 
 DPI = 160
 FONT_PT = 8.0
+FONT = FontProperties(size=FONT_PT)
+TITLE_FONT = FontProperties(size=FONT_PT + 1, weight="bold")
 # Text stays text in the SVG, and the same plot gives the same file.
 SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -47,6 +49,7 @@ GUIDE: dict[str, Any] = {
 }  # a line to compare with
 
 LINE_IN = 0.165  # a line of text
+MARGIN_IN = 0.08  # around a legend
 _HANDLE_IN = 0.65  # what stands before a label in a legend
 
 
@@ -87,14 +90,14 @@ class Look:
 
 
 BASELINE_LOOK = Look("0.25", "o", False, (0, (1, 1)))
-# Okabe and Ito's colours, neighbours far apart in lightness.
+# Okabe and Ito's colours, some darker so that neighbours are far apart in lightness.
 _LOOKS = (
     Look("#0072b2", "s", True, "solid", "///"),
     Look("#e69f00", "^", True, (0, (5, 1.5)), "..."),
     Look("#7a2d5f", "D", True, (0, (5, 1.5, 1, 1.5)), "xxx"),
     Look("#56b4e9", "v", True, (0, (3, 1, 1, 1, 1, 1)), "---"),
     Look("#d55e00", "P", True, (0, (8, 2)), "\\\\\\"),
-    Look("#009e73", "X", True, (0, (2, 1)), "+++"),
+    Look("#00573f", "X", True, (0, (2, 1)), "+++"),
 )
 
 
@@ -109,21 +112,20 @@ def looks_of(runs: Sequence[str]) -> dict[str, Look]:
     return {run: BASELINE_LOOK if run == BASELINE else looks[run] for run in runs}
 
 
-def width_in(text: str) -> float:
-    """How wide the longest line of the text stands at the usual font size, inches."""
-    font = FontProperties(size=FONT_PT)
+def width_in(text: str, font: FontProperties = FONT) -> float:
+    """How wide the longest line of the text stands, inches."""
     return max(
         text_to_path.get_text_width_height_descent(line, font, ismath=False)[0] / 72
         for line in text.split("\n")
     )
 
 
-def wrapped(text: str, inches: float) -> str:
+def wrapped(text: str, inches: float, font: FontProperties = FONT) -> str:
     """The text in lines that stand in so many inches; a long name is broken, not shortened."""
     lines = [""]
     for word in re.findall(r"[^\s_/.,-]*[\s_/.,-]*", text):
-        for piece in [word] if width_in(word) <= inches else word:
-            if lines[-1] and width_in(lines[-1] + piece) > inches:
+        for piece in [word] if width_in(word, font) <= inches else word:
+            if lines[-1] and width_in(lines[-1] + piece, font) > inches:
                 lines.append("")
             lines[-1] += piece
     return "\n".join(line.rstrip() for line in lines)
@@ -146,19 +148,19 @@ def write_figure(draw: Callable[[], Figure], path_png: str | Path) -> None:
 def legend_above(figure: Figure, handles: Mapping[str, Any], title: str = "") -> None:
     """A legend over the whole figure, in as many columns as fit; the figure grows by its height."""
     width, height = figure.get_size_inches()
-    labels = [wrapped(label, width - _HANDLE_IN) for label in handles]
-    title = wrapped(title, width)
+    labels = [wrapped(label, width - _HANDLE_IN - 2 * MARGIN_IN) for label in handles]
+    title = wrapped(title, width - 2 * MARGIN_IN, TITLE_FONT)
     widest = max((width_in(label) for label in labels), default=0) + _HANDLE_IN
-    columns = max(1, min(len(labels), int(width / widest)))
-    rows = [labels[start::columns] for start in range(math.ceil(len(labels) / columns))]
-    lines = sum(max(label.count("\n") + 1 for label in row) for row in rows)
+    columns = max(1, min(len(labels), int((width - 2 * MARGIN_IN) / widest)))
+    rows = math.ceil(len(labels) / columns)  # filled column by column
+    lines = sum(max(label.count("\n") + 1 for label in labels[row::rows]) for row in range(rows))
     lines += title.count("\n") + 1 if title else 0
     figure.set_size_inches(width, height + lines * LINE_IN)
     figure.legend(
         list(handles.values()),
         labels,
         title=title or None,
-        title_fontproperties={"size": FONT_PT + 1, "weight": "bold"},
+        title_fontproperties=TITLE_FONT,
         alignment="left",
         loc="outside upper left",
         ncols=columns,
