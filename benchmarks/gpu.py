@@ -31,7 +31,9 @@ ACCEPT = (0.901, 0.795, 0.667, 0.550, 0.436, 0.327, 0.225)
 @click.option("--precision", default="bfloat16", show_default=True)
 @click.option("--shape", "shapes", multiple=True, type=click.Choice(list(SHAPES)))
 @click.option("--rows", "concurrencies", multiple=True, type=int, help="Default: 1 4 16 64.")
-@click.option("--accept", multiple=True, type=float, help="One for each position; default: as published.")
+@click.option(
+    "--accept", multiple=True, type=float, help="One for each position; default: as published."
+)
 @click.option("--threads", default=2, show_default=True)
 def main(
     device: str,

@@ -120,7 +120,6 @@ class FusedLayer:
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
         return self.down(self.activation(gate) * up, residual=x)
 
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value of all that was taken out of transformers' module."""
         for name in ("qkv", "out", "gate_up", "down"):
