@@ -26,7 +26,7 @@ from dspark.errors import UserError
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 from dspark.models.tokenizer import ChatTokenizer
-from dspark.progress import arm_progress, job_bar
+from dspark.progress import Bar, arm_progress
 
 TEMPLATE_SLACK = 16  # tokens that a template may add around each earlier answer
 
@@ -145,7 +145,9 @@ def run_job(job: Job, journal: Path) -> list[RequestRecord]:
     warm: set[str] = set()
     with (
         open_journal(journal) as handle,
-        job_bar(job.config.dataset.name, len(records), job.requests) as bar,
+        Bar(
+            total=job.requests, initial=len(records), desc=job.config.dataset.name, unit="req"
+        ) as bar,
     ):
         for block, name in _schedule(job, list(runs)):
             left = [prompt for prompt in block if len(done[name][prompt.id]) < len(prompt.turns)]
