@@ -31,6 +31,7 @@ from dspark.config import (
 )
 from dspark.data.prompts import read_prompts, split_prompts
 from dspark.decode.records import RequestRecord
+from dspark.decode.usage import read_usage
 from dspark.errors import UserError
 from dspark.metrics.cell import CellSummary, read_summary
 from dspark.metrics.records_io import read_records
@@ -185,8 +186,18 @@ def test_each_shard_has_its_own_prompts_and_folder(whole: Path, cut: Path) -> No
             "environment.json",
             "lossless.json",
             "requests.parquet",
+            "usage.jsonl",
         ]
     assert not (whole / "shards").exists()
+
+
+def test_what_was_used_is_told_of_each_window_of_each_shard(whole: Path, cut: Path) -> None:
+    for folder, shards in ((whole, {1}), (cut, set(range(1, SHARDS + 1)))):
+        used = read_usage(folder / "usage.jsonl")
+        windows = {(r.shard, r.run, r.window) for r in read_records(folder / "requests.parquet")}
+        assert {(u.shard, u.run, u.window) for u in used} == windows
+        assert len(used) == len(windows) and {u.shard for u in used} == shards
+        assert all(u.seconds > 0 and u.process_memory_megabytes > 0 for u in used)
 
 
 def test_the_environment_tells_what_differs_by_shard(whole: Path, cut: Path) -> None:
@@ -310,3 +321,17 @@ def test_auto_precision_is_named_as_what_it_came_to(models: Path, tmp_path: Path
     cell = read_summary(folder / "dspark_k3" / "summary.json")
     assert cell.precision == environment["precision"] in ("float32", "bfloat16")
     assert cell.settings["config_digest"] == digest(config)
+
+
+@pytest.mark.parametrize("fact", ["precision", "step_curves"])
+def test_an_environment_of_another_version_is_named(
+    whole: Path, models: Path, tmp_path: Path, fact: str
+) -> None:
+    folder = tmp_path / "mt_bench"
+    shutil.copytree(whole, folder)
+    path = folder / "environment.json"
+    facts = json.loads(path.read_text())
+    del facts[fact]
+    path.write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=f"environment.json' lacks '{fact}': .* run the dataset's"):
+        stages.summarise(folder, models)

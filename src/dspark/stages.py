@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dspark.decode.bench import Job
     from dspark.decode.records import RequestRecord
     from dspark.decode.schedule import StepCurve
+    from dspark.decode.usage import WindowUsage
     from dspark.models.drafter import DSparkDrafter
     from dspark.models.prepare import PreparedModel
     from dspark.models.target import Target
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from dspark.report.parts import ArmParts
 
 OUTPUTS = ("environment.json", "lossless.json", "requests.parquet")  # of bench and merge
+JOURNALS = ("journal-*.jsonl", "journal-*.usage")  # of a job that is not done yet
 # Facts of the environment that decide the numbers, beside the job's inputs.
 DECIDING = ("device", "precision", "threads", "torch", "transformers", "dspark")
 
@@ -84,10 +86,11 @@ def bench(
 ) -> None:
     """Run one dataset's job, or one shard's; writes requests.parquet, lossless.json, environment.json.
 
-    They go to `out`, or to the shard's folder in it. `profiles` keeps the step curves of this machine,
-    for runs that schedule their verification. Finished requests are journalled beside the results
-    while the job runs, under a name that holds the digest of everything that decides the numbers: a
-    killed job goes on, a changed one starts anew, and one that is whole already runs nothing.
+    They go to `out`, or to the shard's folder in it, with usage.jsonl beside them. `profiles` keeps the
+    step curves of this machine, for runs that schedule their verification. Finished requests are
+    journalled beside the results while the job runs, under a name that holds the digest of everything
+    that decides the numbers: a killed job goes on, a changed one starts anew, and one that is whole
+    already runs nothing.
     """
     from dspark.data.prompts import read_prompts
     from dspark.decode.environment import (
@@ -97,6 +100,7 @@ def bench(
         set_threads,
     )
     from dspark.decode.journal import job_identity
+    from dspark.decode.usage import USAGE
     from dspark.locks import sole_use
     from dspark.models.prepare import PreparedModel
 
@@ -104,7 +108,8 @@ def bench(
     asked = _prompts_of_shard(job_config.dataset, read_prompts(prompt_file), shard)
     folder = shard_folder(out, shard, job_config.dataset.shards)
     with sole_use(folder):
-        _remove(folder, *(f"{name}.*.part" for name in OUTPUTS))  # a kill left them half written
+        # a kill left them half written
+        _remove(folder, *(f"{name}.*.part" for name in (*OUTPUTS, USAGE)))
         device = resolve_device(job_config.engine.device)
         set_threads(job_config.engine.threads or threads)
         model_files = [models / name for name in ("target.json", "drafter.json")]
@@ -116,7 +121,7 @@ def bench(
             [config, prompt_file, *model_files], {fact: environment[fact] for fact in DECIDING}
         )
         if _is_whole(folder, environment["job"]):
-            _remove(folder, "journal-*.jsonl")  # a kill came before that
+            _remove(folder, *JOURNALS)  # a kill came before that
             click.echo(
                 f"'{folder}' is whole already: delete its requests.parquet to measure it again",
                 err=True,
@@ -262,7 +267,7 @@ def _step_curves(
     if drafter is None:
         return {}
     identity = {
-        **{fact: environment[fact] for fact in DECIDING},
+        **{fact: environment[fact] for fact in (*DECIDING, "gomp_spincount")},
         "target": prepared[0].files,
         "drafter": prepared[1].files,
     }
@@ -285,6 +290,7 @@ def _measure(job: Job, folder: Path, shard: int, environment: Mapping[str, Any])
     from dspark.decode.bench import run_job
     from dspark.decode.journal import telling_what_is_kept
     from dspark.decode.memory import check_engines, room_explained
+    from dspark.decode.usage import read_usage, usage_beside
 
     journal = folder / f"journal-{environment['job']}.jsonl"
     for other in sorted(set(folder.glob("journal-*.jsonl")) - {journal}):
@@ -295,8 +301,11 @@ def _measure(job: Job, folder: Path, shard: int, environment: Mapping[str, Any])
         records = run_job(job, journal)
         for record in records:
             record.shard = shard
-        _write_job(folder, records, _lossless(job, records), environment)
-    _remove(folder, "journal-*.jsonl")
+        usage = read_usage(usage_beside(journal))
+        for window in usage:
+            window.shard = shard
+        _write_job(folder, records, _lossless(job, records), environment, usage)
+    _remove(folder, *JOURNALS)
 
 
 def _is_whole(out: Path, identity: str) -> bool:
@@ -354,15 +363,18 @@ def _write_job(
     records: Sequence[RequestRecord],
     verdicts: Mapping[str, Any],
     environment: Mapping[str, Any],
+    usage: Sequence[WindowUsage],
 ) -> None:
+    from dspark.decode.usage import USAGE, write_usage
     from dspark.metrics.records_io import write_records
 
-    # Last and gone first: where it is, the two others are of the same job.
+    # Last and gone first: where it is, the others are of the same job.
     (folder / "requests.parquet").unlink(missing_ok=True)
     write_text(
         folder / "environment.json", json.dumps(environment, indent=2, sort_keys=True) + "\n"
     )
     write_text(folder / "lossless.json", json.dumps(verdicts, indent=2, sort_keys=True) + "\n")
+    write_usage(folder / USAGE, usage)
     write_records(folder / "requests.parquet", records)
 
 
@@ -374,6 +386,7 @@ def merge(folder: Path) -> None:
             prompts or under other conditions than the rest.
     """
     from dspark.data.prompts import read_prompts
+    from dspark.decode.usage import USAGE, read_usage
     from dspark.metrics.records_io import read_records
     from dspark.metrics.shards import merge_environments, merge_records, merge_verdicts
 
@@ -393,7 +406,8 @@ def merge(folder: Path) -> None:
         [read_records(part / "requests.parquet") for part in parts],
     )
     verdicts = merge_verdicts([_read_json(part / "lossless.json") for part in parts], records)
-    _write_job(folder, records, verdicts, environment)
+    usage = [window for part in parts for window in read_usage(part / USAGE)]
+    _write_job(folder, records, verdicts, environment, usage)
 
 
 def summarise(folder: Path, models: Path) -> None:
@@ -405,7 +419,7 @@ def summarise(folder: Path, models: Path) -> None:
 
     job: JobConfig = from_yaml(JobConfig, folder / "config.yaml")
     asked = read_prompts(folder / "prompts.jsonl")
-    environment = _read_json(folder / "environment.json")
+    environment = _read_environment(folder / "environment.json")
     job.engine.precision = Precision(environment["precision"])  # what auto came to
     target, drafter = (
         PreparedModel.read(models / f"{name}.json") for name in ("target", "drafter")
@@ -437,6 +451,24 @@ def summarise(folder: Path, models: Path) -> None:
     for cell in cells:
         (folder / cell.run).mkdir(exist_ok=True)
         write_summary(folder / cell.run / "summary.json", cell)
+
+
+class _Environment(dict[str, Any]):
+    """Facts that name their file when one is missing."""
+
+    path: Path
+
+    def __missing__(self, key: str) -> Any:
+        raise UserError(
+            f"'{self.path}' lacks '{key}': it was written by another version, run the dataset's job "
+            "again"
+        )
+
+
+def _read_environment(path: Path) -> _Environment:
+    environment = _Environment(_read_json(path))
+    environment.path = path
+    return environment
 
 
 def _read_json(path: Path) -> Any:

@@ -22,6 +22,7 @@ from dspark.decode.loop import closed_loop
 from dspark.decode.records import RequestRecord
 from dspark.decode.sampling import Sampling
 from dspark.decode.schedule import StepCurve
+from dspark.decode.usage import Meter, append_usage, usage_beside
 from dspark.errors import UserError
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
@@ -143,6 +144,7 @@ def run_job(job: Job, journal: Path) -> list[RequestRecord]:
     for record in records:
         windows[record.run] = max(windows[record.run], record.window + 1)
     warm: set[str] = set()
+    meter = Meter(next(iter(job.engines.values())).target.device)
     with (
         open_journal(journal) as handle,
         Bar(
@@ -157,12 +159,14 @@ def run_job(job: Job, journal: Path) -> list[RequestRecord]:
                 _warm_up(job, name)
                 warm.add(name)
             answered: list[RequestRecord] = []
+            meter.start()
             for row in _run_block(job, name, left, done[name]):
                 record = to_record(row, job.config.dataset.name, name, windows[name])
                 append_record(handle, record)
                 answered.append(record)
                 bar.set_postfix_str(arm_progress(name, answered), refresh=False)
                 bar.update()
+            append_usage(usage_beside(journal), meter.stop(name, windows[name]))
             records += answered
             windows[name] += 1
     return _ordered(records, list(runs), job.prompts)
