@@ -207,6 +207,9 @@ def bench(
                  --prompts results/demo/gsm8k/prompts.jsonl \\
                  --models results/demo/models --out results/demo/gsm8k
     """
+    from dspark.openmp import spin_on_free_cores
+
+    spin_on_free_cores()  # before torch is loaded
     from dspark import stages
 
     stages.bench(config, prompt_file, models, out, profiles, threads, shard)
@@ -249,6 +252,9 @@ def profile(
                  --prompts results/demo/gsm8k/prompts.jsonl --models results/demo/models \\
                  --run dspark_k3
     """
+    from dspark.openmp import spin_on_free_cores
+
+    spin_on_free_cores()  # before torch is loaded
     from dspark import stages
 
     click.echo(stages.profile(config, prompt_file, models, run, requests, profiles, threads))

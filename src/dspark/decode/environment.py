@@ -85,6 +85,7 @@ def describe(device: str, config_digest: str) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": list(os.getloadavg()),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
+        "gomp_spincount": os.environ.get("GOMP_SPINCOUNT"),
         "node": platform.node(),
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
         "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -21,6 +21,7 @@ ALIKE = (
     "precision",
     "threads",
     "omp_wait_policy",
+    "gomp_spincount",
     "driver",
     "cuda",
     "python",
