@@ -11,7 +11,7 @@ demo: $(VENV)/installed
 	$(BIN)/snakemake --cores $(CORES)
 
 test: $(VENV)/installed lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 4 --dist loadfile
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
