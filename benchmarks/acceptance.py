@@ -25,7 +25,7 @@ from dspark.models.target import Target, load_target
 from dspark.models.tokenizer import ChatTokenizer, load_tokenizer
 from dspark.train.cache import CachedConversation
 from dspark.train.calibrate import expected_calibration_error
-from dspark.train.evaluate import Drafts, draft_response, visited, walk
+from dspark.train.evaluate import Drafts, draft_response, visited_blocks, walk
 from dspark.train.states import target_states
 
 CONCURRENCY = 32
@@ -102,9 +102,7 @@ def draft(target: Target, drafter: DSparkDrafter, row: Row) -> Drafts:
 
 def confidence_errors(drafter: DSparkDrafter, drafts: list[Drafts]) -> list[float]:
     """Expected calibration error of the running product, by position, at the decoder's steps."""
-    rows = [visited(item, drafter.block_size) for item in drafts]
-    logits = torch.cat([item.confidence[chosen] for item, chosen in zip(drafts, rows, strict=True)])
-    survived = torch.cat([item.survived[chosen] for item, chosen in zip(drafts, rows, strict=True)])
+    logits, survived, _ = visited_blocks(drafts, drafter.block_size)
     confidence = apply_temperatures(logits, drafter.temperatures, drafter.shifts).sigmoid()
     running = confidence.cumprod(-1)
     return [

@@ -32,7 +32,7 @@ from dspark.report.reliability import plot_reliability
 from dspark.signals import Interrupted
 from dspark.train.cache import StateCache, write_cache
 from dspark.train.calibrate import calibrate
-from dspark.train.evaluate import draft_response, visited
+from dspark.train.evaluate import draft_response, visited_blocks
 from dspark.train.start import check_shape, spread_layers
 from dspark.train.synthesize import read_conversations, synthesize
 from dspark.train.trainer import fit
@@ -130,8 +130,8 @@ def _calibrate(target: Target, train: TrainConfig, out: Path) -> None:
     cache = StateCache(out / "cache")
     middle = train.held_out + train.calibration
     calibration = calibrate(
-        *_outcomes(drafter, cache, range(train.held_out, middle)),
-        *_outcomes(drafter, cache, range(train.held_out)),
+        *outcomes(drafter, cache, range(train.held_out, middle)),
+        *outcomes(drafter, cache, range(train.held_out)),
     )
     half_written = shutil.ignore_patterns("*.part")  # by a killed training
     shutil.copytree(out / "best", out / "drafter", ignore=half_written, dirs_exist_ok=True)
@@ -139,14 +139,9 @@ def _calibrate(target: Target, train: TrainConfig, out: Path) -> None:
     plot_reliability(calibration, out / "reliability.png")
 
 
-def _outcomes(
+def outcomes(
     drafter: DSparkDrafter, cache: StateCache, indices: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Confidence logits, survival and validity [N, B] of the blocks that a decoder would draft."""
-    parts = []
-    for index in indices:
-        drafts = draft_response(drafter, cache[index])
-        rows = visited(drafts, drafter.block_size)
-        parts.append((drafts.confidence[rows], drafts.survived[rows], drafts.valid[rows]))
-    confidence, survived, valid = (torch.cat(column) for column in zip(*parts, strict=True))
-    return confidence, survived, valid
+    drafts = (draft_response(drafter, cache[index]) for index in indices)
+    return visited_blocks(drafts, drafter.block_size)

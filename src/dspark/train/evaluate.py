@@ -90,3 +90,13 @@ def walk(drafts: Iterable[Drafts], k: int) -> Acceptance:
     before = [1.0, *unconditional[:-1]]
     conditional = [b / a if a else 0.0 for a, b in zip(before, unconditional, strict=True)]
     return Acceptance(k, steps, unconditional, conditional, 1 + sum(unconditional))
+
+
+def visited_blocks(drafts: Iterable[Drafts], k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Confidence logits, survival and validity [N, B] of the blocks at which a decoder stops."""
+    parts = []
+    for item in drafts:
+        rows = visited(item, k)
+        parts.append((item.confidence[rows], item.survived[rows], item.valid[rows]))
+    confidence, survived, valid = (torch.cat(column) for column in zip(*parts, strict=True))
+    return confidence, survived, valid
