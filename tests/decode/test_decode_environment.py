@@ -93,7 +93,15 @@ def test_the_description_of_a_cpu_run_names_all_that_numbers_depend_on() -> None
     facts = describe("cpu", "0123456789abcdef")
     assert set(facts) == {
         *("config_digest", "device", "device_uuid", "driver", "cuda", "threads", "cores"),
-        *("memory_bytes", "load_average", "omp_wait_policy", "gomp_spincount", "platform", "python", "dspark"),
+        *(
+            "memory_bytes",
+            "load_average",
+            "omp_wait_policy",
+            "gomp_spincount",
+            "platform",
+            "python",
+            "dspark",
+        ),
         *("node", "slurm_job_id", "cuda_visible_devices"),
         *("torch", "triton", "transformers", "tokenizers", "git_sha", "git_dirty"),
     }
