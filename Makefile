@@ -1,11 +1,12 @@
 # make demo: set up and run the built-in experiment.   make test: set up and run all checks.
-# make slurm: install what the SLURM tests need from the distribution, as root; without it they are skipped.
+# make slurm, make chromium: install what the tests of SLURM and of MLflow's pages need from the distribution,
+# as root; without it they are skipped.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORES ?= all
 
-.PHONY: demo test lint slurm clean
+.PHONY: demo test lint slurm chromium clean
 
 demo: $(VENV)/installed
 	$(BIN)/snakemake --cores $(CORES)
@@ -22,6 +23,9 @@ lint: $(VENV)/installed
 
 slurm:
 	tests/slurm/install.sh
+
+chromium:
+	tests/tracking/install_chromium.sh
 
 # The package is installed editable, so that the rules run the code of this checkout.
 $(VENV)/installed: requirements.lock pyproject.toml

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from dspark.decode.bench import Job
     from dspark.decode.records import RequestRecord
     from dspark.decode.schedule import StepCurve
-    from dspark.decode.usage import WindowUsage
     from dspark.models.drafter import DSparkDrafter
     from dspark.models.prepare import PreparedModel
     from dspark.models.target import Target
@@ -100,7 +99,6 @@ def bench(
         set_threads,
     )
     from dspark.decode.journal import job_identity
-    from dspark.decode.usage import USAGE
     from dspark.locks import sole_use
     from dspark.models.prepare import PreparedModel
 
@@ -108,8 +106,7 @@ def bench(
     asked = _prompts_of_shard(job_config.dataset, read_prompts(prompt_file), shard)
     folder = shard_folder(out, shard, job_config.dataset.shards)
     with sole_use(folder):
-        # a kill left them half written
-        _remove(folder, *(f"{name}.*.part" for name in (*OUTPUTS, USAGE)))
+        _remove(folder, *(f"{name}.*.part" for name in OUTPUTS))  # a kill left them half written
         device = resolve_device(job_config.engine.device)
         set_threads(job_config.engine.threads or threads)
         model_files = [models / name for name in ("target.json", "drafter.json")]
@@ -290,7 +287,7 @@ def _measure(job: Job, folder: Path, shard: int, environment: Mapping[str, Any])
     from dspark.decode.bench import run_job
     from dspark.decode.journal import telling_what_is_kept
     from dspark.decode.memory import check_engines, room_explained
-    from dspark.decode.usage import read_usage, usage_beside
+    from dspark.decode.usage import USAGE, keep_usage
 
     journal = folder / f"journal-{environment['job']}.jsonl"
     for other in sorted(set(folder.glob("journal-*.jsonl")) - {journal}):
@@ -301,10 +298,9 @@ def _measure(job: Job, folder: Path, shard: int, environment: Mapping[str, Any])
         records = run_job(job, journal)
         for record in records:
             record.shard = shard
-        usage = read_usage(usage_beside(journal))
-        for window in usage:
-            window.shard = shard
-        _write_job(folder, records, _lossless(job, records), environment, usage)
+        verdicts = _lossless(job, records)
+        keep_usage(journal, folder / USAGE)
+        _write_job(folder, records, verdicts, environment)
     _remove(folder, *JOURNALS)
 
 
@@ -363,18 +359,15 @@ def _write_job(
     records: Sequence[RequestRecord],
     verdicts: Mapping[str, Any],
     environment: Mapping[str, Any],
-    usage: Sequence[WindowUsage],
 ) -> None:
-    from dspark.decode.usage import USAGE, write_usage
     from dspark.metrics.records_io import write_records
 
-    # Last and gone first: where it is, the others are of the same job.
+    # Last and gone first: where it is, the two others are of the same job.
     (folder / "requests.parquet").unlink(missing_ok=True)
     write_text(
         folder / "environment.json", json.dumps(environment, indent=2, sort_keys=True) + "\n"
     )
     write_text(folder / "lossless.json", json.dumps(verdicts, indent=2, sort_keys=True) + "\n")
-    write_usage(folder / USAGE, usage)
     write_records(folder / "requests.parquet", records)
 
 
@@ -386,7 +379,7 @@ def merge(folder: Path) -> None:
             prompts or under other conditions than the rest.
     """
     from dspark.data.prompts import read_prompts
-    from dspark.decode.usage import USAGE, read_usage
+    from dspark.decode.usage import USAGE, merge_usage, write_usage
     from dspark.metrics.records_io import read_records
     from dspark.metrics.shards import merge_environments, merge_records, merge_verdicts
 
@@ -406,8 +399,8 @@ def merge(folder: Path) -> None:
         [read_records(part / "requests.parquet") for part in parts],
     )
     verdicts = merge_verdicts([_read_json(part / "lossless.json") for part in parts], records)
-    usage = [window for part in parts for window in read_usage(part / USAGE)]
-    _write_job(folder, records, verdicts, environment, usage)
+    write_usage(folder / USAGE, merge_usage([part / USAGE for part in parts]))
+    _write_job(folder, records, verdicts, environment)
 
 
 def summarise(folder: Path, models: Path) -> None:

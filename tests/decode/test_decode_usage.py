@@ -21,6 +21,8 @@ from dspark.decode.usage import (
     Meter,
     WindowUsage,
     append_usage,
+    keep_usage,
+    merge_usage,
     read_usage,
     usage_beside,
     write_usage,
@@ -123,10 +125,30 @@ def test_no_file_is_no_windows(tmp_path: Path) -> None:
     assert read_usage(tmp_path / "absent.jsonl") == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_for_want_of_a_line_no_measurement_ends(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CannotWrite, match=r"cannot write '.*file/j.usage'"):
-        append_usage(tmp_path / "file" / "j.usage", WINDOW)
+    append_usage(tmp_path / "file" / "j.usage", WINDOW)
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_what_a_job_noted_gets_its_final_name_once(tmp_path: Path) -> None:
+    journal, final = tmp_path / "journal-0123.jsonl", tmp_path / "usage.jsonl"
+    append_usage(usage_beside(journal), WINDOW)
+    for _ in range(2):  # a second start finds it named
+        keep_usage(journal, final)
+        assert read_usage(final) == [WINDOW]
+    assert not usage_beside(journal).exists()
+    append_usage(usage_beside(journal), WINDOW)
+    (tmp_path / "folder" / "full").mkdir(parents=True)
+    with pytest.raises(CannotWrite, match=r"cannot write '.*folder'"):
+        keep_usage(journal, tmp_path / "folder")
+
+
+def test_windows_of_shards_are_told_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.jsonl" for number in (1, 2, 3)]
+    write_usage(paths[0], [WINDOW])
+    write_usage(paths[2], [WINDOW, WINDOW])
+    assert [usage.shard for usage in merge_usage(paths)] == [1, 3, 3]
 
 
 def small_job(folder: Path) -> bench.Job:

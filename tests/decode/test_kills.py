@@ -138,7 +138,7 @@ class Bench:
     def left_over(self) -> set[str]:
         """Files that are neither given nor asked for."""
         given = {"config.yaml", "prompts.jsonl", ".lock", *RUNS}
-        return {path.name for path in self.folder.iterdir()} - given - OUTPUTS
+        return {path.name for path in self.folder.iterdir()} - given - OUTPUTS - {"usage.jsonl"}
 
     def table(self) -> tuple[list[dict[str, Any]], list[list[str]]]:
         """The summaries of all runs, and the table's cells, by the command line."""

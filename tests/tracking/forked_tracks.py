@@ -1,4 +1,5 @@
-"""`dspark` commands that start at the same moment, in forks of a process that has imported MLflow.
+"""`dspark` commands that start at the same moment, in forks of a process that has imported all they
+need.
 
 A fork is a process of its own, with its own connections, as a shell would start it, but without the
 seconds that the import takes.
@@ -76,6 +77,8 @@ if __name__ == "__main__":
     import mlflow.store.tracking.rest_store
     import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
 
-    import dspark.cli  # noqa: F401
+    import dspark.cli
+    import dspark.report.style
+    import dspark.tracking.mlflow_store  # noqa: F401
 
     json.dump([_run_round(commands) for _ in range(rounds)], sys.stdout)

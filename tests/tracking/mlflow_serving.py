@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,19 @@ def free_port() -> int:
 @contextmanager
 def mlflow_server(store_uri: str, log: Path, port: int, workers: int = 1) -> Iterator[str]:
     """Serve `store_uri`; yields the server's address."""
+    command = ["mlflow", "server", "--backend-store-uri", store_uri]
+    command += ["--artifacts-destination", str(log.parent / "served")]
+    with serving(command, log, port, workers) as address:
+        yield address
+
+
+@contextmanager
+def serving(command: Sequence[str], log: Path, port: int, workers: int = 1) -> Iterator[str]:
+    """Run a command that serves a store, on this machine and port; yields the server's address."""
+    program, *arguments = command
     command = [
-        str(Path(sys.executable).with_name("mlflow")),
-        *("server", "--backend-store-uri", store_uri, "--workers", str(workers)),
-        *("--artifacts-destination", str(log.parent / "served")),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *(str(Path(sys.executable).with_name(program)), *arguments),
+        *("--workers", str(workers), "--host", "127.0.0.1", "--port", str(port)),
     ]
     # the job runners would cost ten more processes, and nothing here uses them
     env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}

@@ -15,7 +15,7 @@ from mlflow_serving import free_port, mlflow_server
 from results_tree import write_dataset, write_training
 
 from dspark.config import TrackingConfig, to_yaml
-from dspark.tracking.mlflow_store import PARENT_TAG
+from dspark.tracking.runs import PARENT_TAG
 
 EXPERIMENTS = ("one", "two", "three", "four")
 ARMS = ("baseline", "dspark_k3")  # eight cells in all
@@ -73,8 +73,8 @@ def assert_each_once(workplace: Path, client: Any) -> set[str]:
             tags = run.data.tags
             assert (run.info.run_name, tags["experiment"]) == (name, experiment)
             assert tags[PARENT_TAG] == written["parent"]
-            assert run.data.metrics["output_tok_s"] > 0 and run.data.params["run.k"]
-            assert len(run.inputs.dataset_inputs) == 1
+            assert run.data.metrics["output_tok_s"] > 0 and run.data.params["k"]
+            assert len(run.inputs.dataset_inputs) == (3 if int(run.data.params["k"]) else 2)
             kept = [artifact.path for artifact in client.list_artifacts(run_id)]
             assert kept == ["config.yaml", "summary.json"]
     return set(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import socketserver
 import subprocess
@@ -16,18 +17,14 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from results_tree import SHA, summary, write_dataset, write_summary
+from results_tree import BEGAN, REQUESTS, SHA, WINDOWS, summary, write_dataset, write_summary
 
 from dspark.config import TrackingConfig
 from dspark.errors import UserError
-from dspark.tracking.mlflow_store import (
-    CLIENT_SETTINGS,
-    DESCRIPTION_LENGTH,
-    DESCRIPTION_TAG,
-    DIGEST_TAG,
-    PARENT_TAG,
-    track,
-)
+from dspark.tracking.connection import CLIENT_SETTINGS
+from dspark.tracking.mlflow_store import track
+from dspark.tracking.points import SLICES
+from dspark.tracking.runs import DESCRIPTION_LENGTH, DESCRIPTION_TAG, DIGEST_TAG, PARENT_TAG
 
 CELL = "gsm8k/dspark_k3"
 
@@ -88,37 +85,114 @@ def test_one_parent_with_a_child_for_each_cell(
     assert len(written["cells"]) == 6
 
 
-def test_a_child_holds_the_config_the_numbers_and_the_provenance(
+def test_a_child_holds_the_numbers_and_what_tells_it_apart(
     results_dir: Path, tracking: TrackingConfig
 ) -> None:
     written = tracked(results_dir, tracking)
     run = runs(tracking)[written["cells"][CELL]]
     tags = run.data.tags
     assert (tags["experiment"], tags["dataset"], tags["run"]) == ("demo", "gsm8k", "dspark_k3")
-    assert (tags["git_sha"], tags["device"]) == (SHA, "Intel Xeon")
-    assert run.data.params["engine.concurrency"] == "4"
-    assert (run.data.params["run.mode"], run.data.params["run.k"]) == ("speculative", "3")
-    numbers = summary("gsm8k", "dspark_k3")
+    assert (tags["git_sha"], tags["git_dirty"], tags["device"]) == (SHA, "false", "Intel Xeon")
+    assert (tags["precision"], tags["target"], tags["drafter"]) == (
+        *("float32", "tiny", "tiny_dspark"),
+    )
+    assert run.data.params == {
+        "dataset": "gsm8k",
+        "run": "dspark_k3",
+        "k": "3",
+        "schedule": "false",
+        "confidence_threshold": "0.0",
+        "concurrency": "1",
+    }
+    numbers = summary(results_dir, "gsm8k", "dspark_k3")
     assert run.data.metrics["output_tok_s"] == numbers["output_tok_s"]
     assert run.data.metrics["accept_p3"] == numbers["accept_p"][2]
-    assert run.data.metrics["lossless/identical_requests"] == 3
-    assert "lossless/checked" not in run.data.metrics
+    assert run.data.metrics["lossless_identical"] == REQUESTS
 
 
-def test_the_prompts_are_one_dataset_for_all_arms(
+def load_cells(
+    tracking: TrackingConfig, written: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """The table of the parent, as a user loads it into pandas."""
+    client = open_store(tracking)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", client.tracking_uri)  # it searches there
+    return client.load_table(written["experiment_id"], "cells.json", [written["parent"]])
+
+
+def test_the_parent_has_the_tags_of_all_and_a_table_of_them(
+    results_dir: Path, tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = summary(results_dir, "gsm8k", "dspark_k3")["settings"]
+    write_summary(results_dir, "gsm8k", "dspark_k3", settings={**settings, "device": "Other"})
+    written = tracked(results_dir, tracking)
+    tags = runs(tracking)[written["parent"]].data.tags
+    assert (tags["experiment"], tags["device"]) == ("demo", "Intel Xeon, Other")
+    table = load_cells(tracking, written, monkeypatch)
+    assert list(table["run"][:3]) == ["baseline", "dspark_k3", "dspark_k7"]
+    told = [
+        summary(results_dir, *name.split("/"))["output_tok_s"] for name in sorted(written["cells"])
+    ]
+    assert list(table["output_tok_s"]) == pytest.approx(told, rel=1e-12)
+
+
+def test_curves_run_from_the_start_of_the_measurement(
+    results_dir: Path, tracking: TrackingConfig
+) -> None:
+    written = tracked(results_dir, tracking)
+    found, client = runs(tracking), open_store(tracking)
+    baseline = found[written["cells"]["gsm8k/baseline"]]
+    begun = round(1000 * BEGAN.timestamp())
+    assert baseline.info.start_time == found[written["parent"]].info.start_time == begun
+    rates = client.get_metric_history(baseline.info.run_id, "over_time/output_tok_s")
+    assert sorted(point.step for point in rates) == list(range(5, 101, 5))
+    last = max(rates, key=lambda point: point.step)
+    window_s = summary(results_dir, "gsm8k", "baseline")["window_s"]
+    assert last.timestamp == pytest.approx(begun + 1000 * window_s, abs=1)
+    mean = sum(point.value for point in rates) / SLICES
+    assert mean == pytest.approx(baseline.data.metrics["output_tok_s"])
+    assert baseline.data.metrics["over_time/requests_done"] == REQUESTS
+    memory = client.get_metric_history(baseline.info.run_id, "system/process_memory_megabytes")
+    assert len(memory) == WINDOWS
+    assert max(point.timestamp for point in memory) == baseline.info.end_time
+
+
+def inputs_of(run: Any) -> dict[str, Any]:
+    """The datasets of a run by their context."""
+    return {
+        tag.value: given.dataset
+        for given in run.inputs.dataset_inputs
+        for tag in given.tags
+        if tag.key == "mlflow.data.context"
+    }
+
+
+def test_prompts_target_and_drafter_are_inputs_that_arms_share(
     results_dir: Path, tracking: TrackingConfig
 ) -> None:
     written = tracked(results_dir, tracking)
     found = runs(tracking)
-    inputs = {
-        name: found[run_id].inputs.dataset_inputs[0] for name, run_id in written["cells"].items()
-    }
-    assert {i.dataset.name for i in inputs.values()} == {"gsm8k", "humaneval"}
-    digests = {i.dataset.digest for name, i in inputs.items() if name.startswith("gsm8k/")}
+    inputs = {name: inputs_of(found[run_id]) for name, run_id in written["cells"].items()}
+    assert {given["eval"].name for given in inputs.values()} == {"gsm8k", "humaneval"}
+    digests = {given["eval"].digest for name, given in inputs.items() if name.startswith("gsm8k/")}
     assert len(digests) == 1
-    assert inputs[CELL].dataset.digest != inputs["humaneval/baseline"].dataset.digest
-    assert json.loads(inputs[CELL].dataset.profile) == {"num_rows": 3}
-    assert [(t.key, t.value) for t in inputs[CELL].tags] == [("mlflow.data.context", "eval")]
+    assert inputs[CELL]["eval"].digest != inputs["humaneval/baseline"]["eval"].digest
+    assert json.loads(inputs[CELL]["eval"].profile)["num_rows"] == REQUESTS
+    assert len({given["target"].digest for given in inputs.values()}) == 1
+    assert inputs[CELL]["drafter"].name == "tiny_dspark"
+    assert json.loads(inputs[CELL]["drafter"].profile)["revision"] == "abc123"
+    assert set(inputs["gsm8k/baseline"]) == {"eval", "target"}
+    names = {dataset.name for given in inputs.values() for dataset in given.values()}
+    assert names == {"gsm8k", "humaneval", "tiny", "tiny_dspark"}
+
+
+def test_arms_of_a_dataset_have_different_colours(
+    results_dir: Path, tracking: TrackingConfig
+) -> None:
+    written = tracked(results_dir, tracking)
+    found = runs(tracking)
+    colours = [found[run].data.tags["mlflow.runColor"] for run in written["cells"].values()]
+    assert len(set(colours)) == len(colours) == 6
+    assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
 
 
 def test_artifacts_lie_beside_the_database(
@@ -128,12 +202,22 @@ def test_artifacts_lie_beside_the_database(
     client = open_store(tracking)
     child = written["cells"][CELL]
     assert [a.path for a in client.list_artifacts(child)] == ["config.yaml", "summary.json"]
-    assert [a.path for a in client.list_artifacts(written["parent"])] == ["plots", "table.md"]
-    assert [a.path for a in client.list_artifacts(written["parent"], "plots")] == [
-        "plots/speedup.svg"
-    ]
-    kept = tmp_path / "store" / "mlruns" / child / "artifacts" / "summary.json"
-    assert kept.read_bytes() == (results_dir / CELL / "summary.json").read_bytes()
+    whole = {"": [], "config": [], "plots": []}
+    for folder in whole:
+        whole[folder] = [a.path for a in client.list_artifacts(written["parent"], folder or None)]
+    assert whole == {
+        "": ["cells.json", "config", "plots", "table.md"],
+        "config": ["config/gsm8k.yaml", "config/humaneval.yaml", "config/models.yaml"],
+        "plots": ["plots/speedup.png", "plots/speedup.svg"],
+    }
+    artifacts = tmp_path / "store" / "mlruns"
+    for kept, file in {
+        f"{child}/artifacts/summary.json": f"{CELL}/summary.json",
+        f"{child}/artifacts/config.yaml": "gsm8k/config.yaml",
+        f"{written['parent']}/artifacts/config/models.yaml": "models/config.yaml",
+        f"{written['parent']}/artifacts/table.md": "table.md",
+    }.items():
+        assert (artifacts / kept).read_bytes() == (results_dir / file).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results", "store"]
 
 
@@ -182,9 +266,9 @@ def test_a_sweep_has_a_child_for_each_cell_of_each_point(
     points = ["engine.concurrency=1", "engine.concurrency=4"]
     for point in points:
         write_dataset(results_dir / point, "gsm8k", ["baseline"])
-    plot = results_dir / "plots" / points[0] / "speedup.svg"
+    plot = results_dir / "plots" / points[0] / "speedup.png"
     plot.parent.mkdir()
-    plot.write_text("<svg/>")
+    plot.write_bytes(b"a picture")
     written = tracked(results_dir, tracking)
     found = runs(tracking)
     for point in points:
@@ -193,7 +277,9 @@ def test_a_sweep_has_a_child_for_each_cell_of_each_point(
         assert (run.data.tags["point"], run.data.tags["dataset"]) == (point, "gsm8k")
     assert "point" not in found[written["cells"]["gsm8k/baseline"]].data.tags
     kept = open_store(tracking).list_artifacts(written["parent"], f"plots/{points[0]}")
-    assert [artifact.path for artifact in kept] == [f"plots/{points[0]}/speedup.svg"]
+    assert [artifact.path for artifact in kept] == [f"plots/{points[0]}/speedup.png"]
+    configs = open_store(tracking).list_artifacts(written["parent"], f"config/{points[0]}")
+    assert [artifact.path for artifact in configs] == [f"config/{points[0]}/gsm8k.yaml"]
     assert tracked(results_dir, tracking) == written
 
 
@@ -248,10 +334,79 @@ def test_what_is_logged_once_more_is_there_once(
     again = runs(tracking)[written["cells"][first.info.run_name]]
     assert again.info.run_id == first.info.run_id
     assert (again.data.metrics, again.data.params) == (first.data.metrics, first.data.params)
-    assert len(again.inputs.dataset_inputs) == 1
+    assert len(again.inputs.dataset_inputs) == 2
     client = open_store(tracking)
+    points = {name.split("/")[0]: 0 for name in again.data.metrics}
     for name in again.data.metrics:
-        assert len(client.get_metric_history(again.info.run_id, name)) == 1
+        points[name.split("/")[0]] = len(client.get_metric_history(again.info.run_id, name))
+    assert (points.pop("over_time"), points.pop("system")) == (SLICES, WINDOWS)
+    assert set(points.values()) == {1}
+
+
+def test_a_table_that_a_killed_call_left_is_not_added_to(
+    results_dir: Path, tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    class Killed(BaseException):
+        """Stands for the process's end."""
+
+    def log_artifact(self: Any, run_id: str, path: str, *rest: Any) -> None:
+        if path.endswith("speedup.svg"):  # the last of the parent
+            raise Killed
+        kept(self, run_id, path, *rest)
+
+    kept = MlflowClient.log_artifact
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_artifact", log_artifact)
+        with pytest.raises(Killed):
+            tracked(results_dir, tracking)
+    written = tracked(results_dir, tracking)
+    table = load_cells(tracking, written, monkeypatch)
+    assert len(table) == len(written["cells"])
+
+
+def test_a_new_experiment_has_a_view_of_its_cells_and_an_old_one_is_left_alone(
+    results_dir: Path, tracking: TrackingConfig
+) -> None:
+    written = tracked(results_dir, tracking)
+    client = open_store(tracking)
+    tags = client.get_experiment(written["experiment_id"]).tags
+    view = json.loads(json.loads(tags["mlflow.sharedViewState.dspark"])["state"])
+    metrics = runs(tracking)[written["cells"][CELL]].data.metrics
+    params = runs(tracking)[written["cells"][CELL]].data.params
+    shown = {f"metrics.`{name}`" for name in metrics} | {f"params.`{name}`" for name in params}
+    assert set(view["selectedColumns"]) <= shown
+    client.delete_experiment_tag(written["experiment_id"], "mlflow.sharedViewState.dspark")
+    tracked(results_dir, tracking)
+    again = client.get_experiment(written["experiment_id"]).tags
+    assert "mlflow.sharedViewState.dspark" not in again
+
+
+@pytest.mark.parametrize("losses", [3, 4])
+def test_inputs_that_somebody_else_adds_at_the_same_moment_are_shared(
+    results_dir: Path, tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch, losses: int
+) -> None:
+    """Each of an arm's three inputs can be lost to another process once; more is no race."""
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import BAD_REQUEST
+
+    def log_inputs(self: Any, run_id: str, given: list[Any]) -> None:
+        tries[run_id] = tries.get(run_id, 0) + 1
+        if len(given) == 3 and tries[run_id] <= losses:
+            raise MlflowException("UNIQUE constraint failed: datasets.name", BAD_REQUEST)
+        kept(self, run_id, given)
+
+    tries: dict[str, int] = {}
+    kept = MlflowClient.log_inputs
+    monkeypatch.setattr(MlflowClient, "log_inputs", log_inputs)
+    if losses > 3:
+        with pytest.raises(UserError, match="cannot be used: UNIQUE constraint failed"):
+            tracked(results_dir, tracking)
+        return
+    written = tracked(results_dir, tracking)
+    assert set(inputs_of(runs(tracking)[written["cells"][CELL]])) == {"eval", "target", "drafter"}
 
 
 def test_only_its_own_runs_are_removed(results_dir: Path, tracking: TrackingConfig) -> None:
@@ -368,7 +523,7 @@ def test_a_server_that_does_not_work_is_given_up(
 def test_a_turn_that_does_not_end_is_not_waited_for(
     results_dir: Path, tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dspark.tracking.mlflow_store.TURN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("dspark.tracking.connection.TURN_TIMEOUT_S", 0.1)
     with (
         FileLock(results_dir / ".mlflow.lock"),
         pytest.raises(UserError, match=r"another `dspark track` holds '.*demo/.mlflow.lock' since"),

@@ -11,7 +11,8 @@ from results_tree import curve, write_curve, write_training
 
 from dspark.config import TrackingConfig
 from dspark.errors import UserError
-from dspark.tracking.mlflow_store import DIGEST_TAG, PARENT_TAG, track
+from dspark.tracking.mlflow_store import track
+from dspark.tracking.runs import DIGEST_TAG, PARENT_TAG
 from dspark.tracking.training import read_training
 
 

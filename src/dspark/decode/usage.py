@@ -8,10 +8,11 @@ therefore of the whole window, what it only shows (memory, the GPU) of the windo
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ class WindowUsage:
     # As NVML tells them of about the window's last second; None without nvidia-ml-py too.
     gpu_utilization_percentage: float | None = None
     gpu_power_usage_watts: float | None = None
-    shard: int = 1  # part of the dataset, from 1: each has windows of its own
+    shard: int = 1  # where those of several are together: which, from 1, each with its own windows
 
 
 class Meter:
@@ -99,16 +100,37 @@ def usage_beside(journal: Path) -> Path:
 
 
 def append_usage(path: Path, usage: WindowUsage) -> None:
-    """Write one line more.
+    """Write one line more, if that can be: for want of it no measurement ends.
+
+    Where the disk is full, the job's next record says so.
+    """
+    with suppress(OSError), path.open("a", encoding="utf-8") as handle:
+        handle.write(json.dumps(asdict(usage)) + "\n")
+
+
+def keep_usage(journal: Path, path: Path) -> None:
+    """Give what a job noted beside its journal the final name, which needs no space on the disk.
+
+    Where it has that name already, from a start that could not write what comes after it, it stays.
 
     Raises:
-        CannotWrite: it cannot be written.
+        CannotWrite: it cannot be given the name.
     """
     try:
-        with path.open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(asdict(usage)) + "\n")
+        os.replace(usage_beside(journal), path)
+    except FileNotFoundError:
+        pass
     except OSError as error:
         raise cannot_write(path, error) from error
+
+
+def merge_usage(parts: Sequence[Path]) -> list[WindowUsage]:
+    """The windows of all shards, whose files are in the shards' order."""
+    return [
+        replace(usage, shard=shard)
+        for shard, path in enumerate(parts, start=1)
+        for usage in read_usage(path)
+    ]
 
 
 def write_usage(path: Path, windows: Sequence[WindowUsage]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from dspark.config import ModelsConfig, from_yaml
 from dspark.errors import UserError
-from dspark.tracking.execution import flat_params
+from dspark.tracking.points import Point
 from dspark.train.curve import read_curve
 
 CONFIG = "config.yaml"
@@ -25,14 +27,6 @@ NAMES = {
     "confidence": "loss_confidence",  # nats
     "tokens_per_s": "train_tok_s",
 }
-
-
-class Point(NamedTuple):
-    """One value on the curve."""
-
-    step: int
-    metric: str
-    value: float
 
 
 @dataclass(frozen=True)
@@ -64,11 +58,20 @@ def read_training(folder: Path) -> Training:
     return Training(
         folder=folder.resolve().name,
         drafter=models.drafter.name,
-        params=dict(flat_params(tree)),
+        params=dict(_flat_params(tree)),
         points=tuple(_points(folder / CURVE)),
         files=files,
         digest=hashlib.sha256("".join(digests).encode()).hexdigest(),
     )
+
+
+def _flat_params(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Flatten to dotted keys; values as in the YAML files, so that they serve as overrides."""
+    for key, value in sorted(tree.items()):
+        if isinstance(value, dict):
+            yield from _flat_params(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
 
 
 def _points(path: Path) -> list[Point]:
