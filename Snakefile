@@ -32,4 +32,4 @@ rule all:
         f"results/{EXPERIMENT}/table.md",
         f"results/{EXPERIMENT}/command.txt",
         rules.plots.output[0],
-        f"results/{EXPERIMENT}/mlflow.json" if list(POINTS) == [""] else [],
+        f"results/{EXPERIMENT}/mlflow.json",

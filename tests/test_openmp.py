@@ -39,7 +39,7 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     [("PATH_OF_NOTHING", True), ("OMP_WAIT_POLICY", False), ("GOMP_SPINCOUNT", False)],
 )
 def test_a_setting_of_the_users_is_noticed(variable: str, ours: bool) -> None:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "DSPARK_"))}
     code = "import dspark; print(dspark.OPENMP_IS_OURS)"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -49,3 +49,13 @@ def test_a_setting_of_the_users_is_noticed(variable: str, ours: bool) -> None:
         check=True,
     )
     assert done.stdout.strip() == str(ours)
+
+
+def test_what_a_workflow_has_set_is_ours_in_its_jobs() -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "DSPARK_"))}
+    inner = "import dspark; print(dspark.OPENMP_IS_OURS)"
+    outer = f"import dspark, subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", outer], env=clean, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "True"

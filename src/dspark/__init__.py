@@ -7,7 +7,12 @@ measurement finds the cores free (`dspark.openmp`).
 
 import os
 
-OPENMP_IS_OURS = not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+# A job inherits what the workflow around it has set, which is no word of the user's.
+OPENMP_IS_OURS = (
+    "DSPARK_OPENMP" in os.environ or not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+)
+if OPENMP_IS_OURS:
+    os.environ["DSPARK_OPENMP"] = "1"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ.setdefault("GOMP_SPINCOUNT", "0")

@@ -40,7 +40,7 @@ def threads_restored() -> Iterator[None]:
 
 def openmp_settings(**env: str) -> dict[str, str]:
     """What OpenMP says of itself in a new process that imports dspark and then torch."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "DSPARK_"))}
     done = subprocess.run(
         [sys.executable, "-c", "import dspark, torch; torch.ones(2).sum()"],
         env={**clean, "OMP_DISPLAY_ENV": "verbose", **env},
