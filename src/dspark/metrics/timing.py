@@ -79,6 +79,27 @@ def windows_s(records: Iterable[RequestRecord]) -> dict[int, float]:
     }
 
 
+def laid_end_to_end(
+    records: Sequence[RequestRecord],
+) -> tuple[list[tuple[RequestRecord, float]], float]:
+    """Each record with the seconds to add to its times, so that measured windows follow each other.
+
+    The windows of a shard come after those of the shard before it.
+
+    Returns:
+        records and shifts, and the seconds of all windows together.
+    """
+    shifted: list[tuple[RequestRecord, float]] = []
+    before = 0.0
+    for inside in by_shard(records).values():
+        for window, length in sorted(windows_s(inside).items()):
+            members = [record for record in inside if record.window == window]
+            shift = before - min(record.t_submit for record in members)
+            shifted += [(record, shift) for record in members]
+            before += length
+    return shifted, before
+
+
 def output_tok_s(records: Iterable[RequestRecord]) -> float:
     """Output tokens a second of one device: sum of tokens / sum of the windows' wall seconds.
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from dspark.decode.records import RequestRecord
 from dspark.metrics.cell import BASELINE, CellSummary
 from dspark.metrics.rows import LENGTH_DIGITS, SPEEDUP_DIGITS, TOK_S_DIGITS
-from dspark.metrics.timing import by_shard, latency_s, ttft_s, windows_s
+from dspark.metrics.timing import laid_end_to_end, latency_s, ttft_s
 from dspark.report.style import GUIDE, LINE_IN, Look, legend_above, looks_of, wrapped
 from dspark.report.table import UNPAIRED
 
@@ -272,16 +272,11 @@ def tokens_over_time(
     """
     moments: list[float] = []
     tokens: list[int] = []
-    before = 0.0
-    for inside in by_shard(records).values():
-        for window, length in sorted(windows_s(inside).items()):
-            members = [record for record in inside if record.window == window]
-            begin = min(record.t_submit for record in members)
-            for record in members:
-                moments += [before + t - begin for t in (record.t_first, *record.step_t)]
-                tokens += [1, *record.step_emitted]
-            before += length
-    return np.array(moments), np.array(tokens, dtype=np.int64), before
+    shifted, length = laid_end_to_end(records)
+    for record, shift in shifted:
+        moments += [t + shift for t in (record.t_first, *record.step_t)]
+        tokens += [1, *record.step_emitted]
+    return np.array(moments), np.array(tokens, dtype=np.int64), length
 
 
 def speedup_by_concurrency(cells: Sequence[CellSummary]) -> Figure:

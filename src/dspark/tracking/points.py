@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dspark.decode.records import RequestRecord
 from dspark.decode.usage import WindowUsage
-from dspark.metrics.timing import by_shard, windows_s
+from dspark.metrics.timing import laid_end_to_end
 
 SLICES = 20  # equal parts of the time in which a cell was measured
 OVER_TIME = "over_time/"
@@ -71,18 +71,13 @@ def _measured_clock(
     """
     tokens: list[tuple[float, float]] = []
     ends: list[float] = []
-    before = 0.0
-    for inside in by_shard(records).values():
-        for window, length in sorted(windows_s(inside).items()):
-            members = [record for record in inside if record.window == window]
-            shift = before - min(record.t_submit for record in members)
-            for record in members:
-                tokens.append((record.t_first + shift, 1))
-                emitted = zip(record.step_t, record.step_emitted, strict=True)
-                tokens += [(t + shift, count) for t, count in emitted]
-                ends.append(record.t_last + shift)
-            before += length
-    return np.array(tokens, dtype=np.float64), np.array(ends, dtype=np.float64), before
+    shifted, length = laid_end_to_end(records)
+    for record, shift in shifted:
+        tokens.append((record.t_first + shift, 1))
+        emitted = zip(record.step_t, record.step_emitted, strict=True)
+        tokens += [(t + shift, count) for t, count in emitted]
+        ends.append(record.t_last + shift)
+    return np.array(tokens, dtype=np.float64), np.array(ends, dtype=np.float64), length
 
 
 def points_of_usage(windows: Sequence[WindowUsage]) -> Iterator[Point]:
