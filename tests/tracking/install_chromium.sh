@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs the browser that test_mlflow_ui.py looks at MLflow with, from the distribution's own packages (Debian).
+# Installs the browser that the tests look at pages with, MLflow's and Snakemake's report, from the
+# distribution's own packages (Debian).
 set -euo pipefail
 
 if command -v chromium >/dev/null; then exit 0; fi

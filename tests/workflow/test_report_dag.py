@@ -6,9 +6,12 @@ import json
 import re
 import shutil
 import socket
+from pathlib import Path
 
 import pytest
 from checkout import DATASETS, RUNS, Checkout
+
+from browser import browser
 
 TINY = ("--config", "experiment=tiny")
 
@@ -81,3 +84,35 @@ def test_a_speedup_between_two_devices_is_refused_unless_it_is_marked(copied: Ch
     assert f"\n- † {cell}: not measured as baseline was: device" in marked
     without = re.sub(r" †|\n- † .*", "", marked)
     assert without.splitlines()[:8] == earlier.splitlines()[:8]  # the numbers are the same
+
+
+def link(name: str) -> str:
+    """JavaScript that finds an entry of the report's menu."""
+    return f"[...document.querySelectorAll('a')].find(a => a.innerText.trim() === '{name}')"
+
+
+def button(result: str, icon: str) -> str:
+    """JavaScript that finds a button beside a result: the eye shows it, the other tells of it."""
+    row = f"[...document.querySelectorAll('tr')].find(r => r.innerText.trim() === '{result}')"
+    return f"{row}?.querySelector('a[iconname={icon}]')"
+
+
+def test_the_report_shows_table_and_plots(finished: Checkout, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    finished.snakemake(*TINY, "--report", str(report))
+    # 0 of a picture that cannot be drawn
+    drawn = "document.querySelector('img[src^=\"data:image/svg\"]')?.naturalWidth"
+    with browser(tmp_path) as chromium:
+        chromium.open(report.as_uri(), "All datasets", *DATASETS)
+        chromium.click(link(DATASETS[0]))
+        chromium.click(button("Acceptance by position", "eye"))
+        chromium.wait_for(drawn)
+        chromium.click(button("Acceptance by position", "information-circle"))
+        chromium.read("How far the target follows the draft.")
+
+        chromium.open(report.as_uri(), "All datasets")
+        chromium.click(link("All datasets"))
+        chromium.click(button("Table", "eye"))
+        page = chromium.wait_for("document.querySelector('iframe')?.src")
+        rows = [f"{dataset} {run} 6" for dataset in DATASETS for run in RUNS]
+        chromium.open(page, "Dataset Run Req Output tok/s Speedup", *rows)

@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,28 +55,51 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", **size)
 
     def open(self, url: str, *awaited: str) -> str:
-        """Show a page, wait until all of `awaited` can be read on it, and return its text as one line.
-
-        A picture of it is kept, and named by the test when the page does not come to show them.
-        """
+        """Show a page, and read it."""
         self._call(
             "Page.navigate", url="about:blank"
         )  # a page of the same address but for its # stays
         self._call("Page.navigate", url=url)
+        return self.read(*awaited)
+
+    def read(self, *awaited: str) -> str:
+        """Wait until all of `awaited` can be read on the page, and return its text as one line.
+
+        A picture of it is kept, and named by the test when the page does not come to show them.
+        """
         deadline = time.monotonic() + PAGE_TIMEOUT_S
         while True:
-            text = " ".join((self.evaluate("document.body?.innerText") or "").split())
+            text = " ".join((self._evaluate("document.body?.innerText") or "").split())
             missing = [part for part in awaited if part not in text]
             if not missing:
                 self._picture()
                 return text
             if time.monotonic() > deadline:
-                pytest.fail(f"{missing} not on {url}, see {self._picture()}:\n{text}")
+                pytest.fail(f"{missing} not on the page, see {self._picture()}:\n{text}")
             time.sleep(LOOK_AGAIN_S)
 
-    def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression on the page."""
-        return self._call("Runtime.evaluate", expression=expression)["result"].get("value")
+    def wait_for(self, expression: str, wanted: Callable[[Any], bool] = bool) -> Any:
+        """Wait until the value of a JavaScript expression is a wanted one, and return it.
+
+        What a page draws comes later than its text: nothing of it is there for sure when `open` returns.
+        A picture of it is kept, and named by the test when it does not come to that.
+        """
+        deadline = time.monotonic() + PAGE_TIMEOUT_S
+        while not wanted(value := self._evaluate(expression)):
+            if time.monotonic() > deadline:
+                pytest.fail(f"{expression} is {value}, see {self._picture()}")
+            time.sleep(LOOK_AGAIN_S)
+        self._picture()
+        return value
+
+    def click(self, element: str) -> None:
+        """Click the element that a JavaScript expression finds, once it is there."""
+        self.wait_for(f"(element => {{ element?.click(); return Boolean(element) }})({element})")
+
+    def _evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression at this moment; None where it has none or fails."""
+        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
+        return answer["result"].get("value")
 
     def _picture(self) -> Path:
         path = self._pictures / f"page-{len(list(self._pictures.glob('page-*.png'))) + 1}.png"
