@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -34,6 +35,19 @@ def test_every_verb_has_help(verb: list[str]) -> None:
     done = CliRunner().invoke(cli, [*verb, "--help"])
     assert done.exit_code == 0
     assert "Usage:" in done.output
+
+
+def test_the_list_of_verbs_cuts_no_sentence() -> None:
+    done = CliRunner().invoke(cli, ["--help"], terminal_width=80)
+    told = done.output.partition("Commands:\n")[2].splitlines()
+    assert len(told) == len(cli.commands)
+    assert [line for line in told if not line.endswith(".") or line.endswith("...")] == []
+
+
+@pytest.mark.parametrize("verb", sorted(cli.commands))
+def test_every_option_is_explained(verb: str) -> None:
+    options = [param for param in cli.commands[verb].params if isinstance(param, click.Option)]
+    assert [option.name for option in options if not option.help] == []
 
 
 @pytest.mark.parametrize(

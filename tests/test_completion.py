@@ -12,7 +12,9 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from dspark.cli import cli
-from dspark.completion import STAGES
+from dspark.completion import CHECKPOINT_FORMATS, STAGES, TABLE_FORMATS
+from dspark.models import checkpoint
+from dspark.report import export
 from dspark.train import chain
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +61,18 @@ def test_overrides_are_completed_down_to_their_fields() -> None:
 def test_stages_are_those_of_a_training() -> None:
     assert STAGES == chain.STAGES
     assert completed("dspark train --stage ca") == ["cache", "calibrate"]
+
+
+def test_formats_are_those_that_can_be_written() -> None:
+    assert tuple(export.FORMS) == TABLE_FORMATS
+    assert completed("dspark table --format m") == ["markdown", "model-card"]
+    assert checkpoint.FORMATS == CHECKPOINT_FORMATS
+    assert completed("dspark convert --to ") == list(CHECKPOINT_FORMATS)
+
+
+def test_profiles_are_those_of_the_checkout() -> None:
+    assert completed("dspark run demo --profile profiles/s") == ["profiles/slurm"]
+    assert completed("dspark run demo --profile ") == ["profiles/default", "profiles/slurm"]
 
 
 def test_verbs_and_options_are_completed() -> None:

@@ -13,10 +13,16 @@ import click
 
 from dspark import __version__
 from dspark.completion import (
+    CHECKPOINT_FORMATS,
+    STAGES,
+    TABLE_FORMATS,
+    complete_checkpoint_format,
     complete_dataset,
     complete_experiment,
     complete_override,
+    complete_profile,
     complete_stage,
+    complete_table_format,
     complete_training_override,
 )
 from dspark.errors import UserError, nearest
@@ -25,6 +31,9 @@ from dspark.signals import Interrupted, end, ignore_signals, interrupt_on_signal
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
+PROMPTS_HELP = "The dataset's prompts.jsonl."
+STORE_HELP = "Folder of the targets that are fetched, shared by all experiments."
+PROFILES_HELP = "Folder of this machine's step times."
 
 
 class Verbs(click.Group):
@@ -49,6 +58,7 @@ def cli() -> None:
     This machine:      dspark doctor
     How far it is:     dspark status demo
     One stage alone:   prepare, prompts, bench, merge, summarise, table, plots, track
+    Where time goes:   dspark profile
     Two tables:        dspark compare results/before results/after
     A new drafter:     dspark train --out results/training/mine
     For other engines: dspark convert
@@ -59,7 +69,11 @@ def cli() -> None:
 @click.argument("experiment", default="demo", shell_complete=complete_experiment)
 @click.argument("overrides", nargs=-1, shell_complete=complete_override)
 @click.option("--cores", help="CPU cores for Snakemake; default: all, or what the profile says.")
-@click.option("--profile", help="Workflow profile, for example profiles/slurm.")
+@click.option(
+    "--profile",
+    help="Workflow profile, for example profiles/slurm.",
+    shell_complete=complete_profile,
+)
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would run.")
 def run(
     experiment: str,
@@ -69,6 +83,8 @@ def run(
     dry_run: bool,
 ) -> None:
     """Run an experiment's DAG up to its table.
+
+    The experiment is demo unless one is named. A run that was stopped goes on with the same command.
 
     \b
     Example: dspark run demo engine.concurrency=8 datasets.gsm8k.limit=4
@@ -133,7 +149,7 @@ def status(experiment: str, overrides: tuple[str, ...]) -> None:
 
 @cli.command()
 def doctor() -> None:
-    """Say what works on this machine, what does not, and what to do about it.
+    """Say what works on this machine, and how to mend what does not.
 
     Exit status 1 when the built-in experiment, demo, could not run.
 
@@ -151,7 +167,7 @@ def doctor() -> None:
 
 @cli.command()
 @click.option("--config", type=FILE, required=True, help="Resolved models config.")
-@click.option("--store", type=FOLDER, default="results/models", show_default=True)
+@click.option("--store", type=FOLDER, default="results/models", show_default=True, help=STORE_HELP)
 @click.option("--trained", type=FOLDER, help="Checkpoint of a drafter that was trained here.")
 @click.option("--out", type=FOLDER, required=True, help="Folder for target.json and drafter.json.")
 def prepare(config: Path, store: Path, trained: Path | None, out: Path) -> None:
@@ -181,10 +197,12 @@ def prompts(config: Path, out: Path) -> None:
 
 @cli.command()
 @click.option("--config", type=FILE, required=True, help="Resolved job config.")
-@click.option("--prompts", "prompt_file", type=FILE, required=True)
+@click.option("--prompts", "prompt_file", type=FILE, required=True, help=PROMPTS_HELP)
 @click.option("--models", type=FOLDER, required=True, help="Folder of target.json, drafter.json.")
 @click.option("--threads", type=int, help="CPU threads when engine.threads is null.")
-@click.option("--profiles", type=FOLDER, default="results/profiles", show_default=True)
+@click.option(
+    "--profiles", type=FOLDER, default="results/profiles", show_default=True, help=PROFILES_HELP
+)
 @click.option("--shard", type=int, default=1, show_default=True, help="Which of its shards.")
 @click.option("--out", type=FOLDER, required=True, help="Folder of the dataset.")
 def bench(
@@ -196,11 +214,11 @@ def bench(
     shard: int,
     out: Path,
 ) -> None:
-    """Run one dataset, or one of its shards, with all its runs on one device.
+    """Measure one dataset, or a shard of it, with all its runs.
 
-    The step times that a scheduled run decides by are measured once and kept in PROFILES. A job that
-    is killed goes on when the same command runs again; SIGTERM ends it with exit status 143, Ctrl-C
-    with 130.
+    All run on one device. The step times that a scheduled run decides by are measured once and kept
+    in PROFILES. A job that is killed goes on when the same command runs again; SIGTERM ends it with
+    exit status 143, Ctrl-C with 130.
 
     \b
     Example: dspark bench --config results/demo/gsm8k/config.yaml \\
@@ -230,12 +248,14 @@ def merge(folder: Path) -> None:
 
 @cli.command()
 @click.option("--config", type=FILE, required=True, help="Resolved job config.")
-@click.option("--prompts", "prompt_file", type=FILE, required=True)
+@click.option("--prompts", "prompt_file", type=FILE, required=True, help=PROMPTS_HELP)
 @click.option("--models", type=FOLDER, required=True, help="Folder of target.json, drafter.json.")
 @click.option("--run", required=True, help="The run to set beside the baseline.")
 @click.option("--requests", default=16, show_default=True, help="Prompts to time.")
 @click.option("--threads", type=int, help="CPU threads when engine.threads is null.")
-@click.option("--profiles", type=FOLDER, default="results/profiles", show_default=True)
+@click.option(
+    "--profiles", type=FOLDER, default="results/profiles", show_default=True, help=PROFILES_HELP
+)
 def profile(
     config: Path,
     prompt_file: Path,
@@ -276,7 +296,7 @@ def summarise(models: Path, folder: Path) -> None:
 
 @cli.command()
 @click.argument("summaries", nargs=-1, required=True, type=FILE)
-@click.option("--out", type=FILE, required=True)
+@click.option("--out", type=FILE, required=True, help="File to write.")
 @click.option(
     "--allow-unpaired", is_flag=True, help="Mark speedups of arms that were not measured alike."
 )
@@ -285,7 +305,8 @@ def summarise(models: Path, folder: Path) -> None:
     "form",
     default="markdown",
     show_default=True,
-    help="markdown, csv, json, latex, html or model-card.",
+    help=f"{', '.join(TABLE_FORMATS)}.",
+    shell_complete=complete_table_format,
 )
 def table(summaries: tuple[Path, ...], out: Path, allow_unpaired: bool, form: str) -> None:
     """Write the results table of these summaries, in this order.
@@ -362,9 +383,10 @@ def track(
     training: Path | None,
     out: Path | None,
 ) -> None:
-    """Log an experiment's cells to MLflow; logging again changes nothing.
+    """Log an experiment's cells to MLflow.
 
-    They go where the experiment said. A run whose MLflow server was down is logged later so.
+    They go where the experiment said. Logging again changes nothing but what is new, so this is also how
+    a run is logged whose MLflow server was down.
 
     \b
     Example: dspark track results/demo
@@ -384,18 +406,19 @@ def track(
 @click.argument("overrides", nargs=-1, shell_complete=complete_training_override)
 @click.option(
     "--stage",
-    help="synthesise, cache, fit or calibrate; default: one after the other.",
+    help=f"{', '.join(STAGES)}; default: one after the other.",
     shell_complete=complete_stage,
 )
 @click.option("--config", type=FILE, help="Resolved models config, instead of overrides.")
-@click.option("--store", type=FOLDER, default="results/models", show_default=True)
+@click.option("--store", type=FOLDER, default="results/models", show_default=True, help=STORE_HELP)
 @click.option("--out", type=FOLDER, required=True, help="Folder of the training.")
 def train(
     overrides: tuple[str, ...], stage: str | None, config: Path | None, store: Path, out: Path
 ) -> None:
-    """Train a drafter on text that its target generates; a killed training goes on.
+    """Train a drafter on text that its target generates.
 
-    The checkpoint is OUT/drafter. On several GPUs run the fit stage alone under torchrun.
+    A killed training goes on with the same command. The checkpoint is OUT/drafter. On several GPUs
+    run the fit stage alone under torchrun.
 
     \b
     Example: dspark train --out results/training/mine drafter.train.prompts=500
@@ -414,7 +437,12 @@ def train(
 @cli.command()
 @click.argument("drafter", type=FOLDER)
 @click.argument("out", type=FOLDER)
-@click.option("--to", required=True, help="Format to write: native or speculators.")
+@click.option(
+    "--to",
+    required=True,
+    help=f"Format to write: {', '.join(CHECKPOINT_FORMATS)}.",
+    shell_complete=complete_checkpoint_format,
+)
 @click.option(
     "--target",
     type=FOLDER,

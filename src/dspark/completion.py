@@ -1,4 +1,4 @@
-"""What the shell may complete: experiments, their datasets and fields, training stages.
+"""What the shell may complete: experiments, their datasets and fields, profiles, stages, formats.
 
 Whatever is wrong, completion offers nothing; the command itself will say what it is.
 """
@@ -15,7 +15,12 @@ import click
 from dspark.errors import UserError
 
 CONFIG = Path("config")
-STAGES = ("synthesise", "cache", "fit", "calibrate")  # of train/chain.py, which loads torch
+PROFILES = Path("profiles")
+# Names that their modules know, which load too much to be asked: train/chain.py, report/export.py,
+# models/checkpoint.py.
+STAGES = ("synthesise", "cache", "fit", "calibrate")
+TABLE_FORMATS = ("markdown", "csv", "json", "latex", "html", "model-card")
+CHECKPOINT_FORMATS = ("native", "speculators")
 
 Completer = Callable[[click.Context, click.Parameter, str], list[str]]
 
@@ -34,6 +39,10 @@ def _completer(names: Callable[[click.Context], list[str]]) -> Completer:
 
 def _experiments(_context: click.Context) -> list[str]:
     return sorted(path.stem for path in (CONFIG / "experiment").glob("*.yaml"))
+
+
+def _profiles(_context: click.Context) -> list[str]:
+    return sorted(str(path) for path in PROFILES.glob("*") if path.is_dir())
 
 
 def _datasets(context: click.Context) -> list[str]:
@@ -71,4 +80,7 @@ complete_experiment = _completer(_experiments)
 complete_dataset = _completer(_datasets)
 complete_override = _completer(_overrides)
 complete_training_override = _completer(_training_overrides)
+complete_profile = _completer(_profiles)
 complete_stage = _completer(lambda _context: list(STAGES))
+complete_table_format = _completer(lambda _context: list(TABLE_FORMATS))
+complete_checkpoint_format = _completer(lambda _context: list(CHECKPOINT_FORMATS))

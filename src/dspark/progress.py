@@ -37,7 +37,9 @@ class Bar(tqdm):
             return tqdm.status_printer(file)
 
         def write(text: str) -> None:
-            file.write(f"{text}\n")
+            file.write(
+                f"{' '.join(text.split())}\n"
+            )  # tqdm pads numbers, so that a bar stands still
             file.flush()
 
         return write
@@ -53,10 +55,11 @@ class Bar(tqdm):
             super().display(msg, pos)
 
     def close(self) -> None:
-        """Write the last state; a line needs no line break after it as a bar does."""
+        """Write the last state, unless it stands there; a line needs no break after it as a bar does."""
         if self.plain and not self.disable:
             self.leave = False
-            self.refresh()
+            if self.n != self.last_print_n:
+                self.refresh()
         super().close()
 
 

@@ -91,7 +91,8 @@ def test_the_page_says_what_was_measured_and_how_to_repeat_it(
     ):
         assert line in page.splitlines()
     assert page.endswith(
-        "In a checkout of commit 0123abc set up by `make demo`:\n\n"
+        "In a checkout of commit 0123abc set up by `make demo`, with this experiment's file in "
+        "`config/experiment/`:\n\n"
         "```\ndspark run demo engine.concurrency=1\n```\n"
     )
 

@@ -51,6 +51,10 @@ def read_csv(text: str) -> pd.DataFrame:
 
 
 def test_csv_holds_every_number_as_it_is(summaries: list[Path], tmp_path: Path) -> None:
+    scheduled = read_summary(summaries[-1])
+    plain = {"tokens": [1], "seconds": [0.1], "fitted": [0.1], "plain": None}
+    scheduled.settings["step_curves"] = {"dspark_sched": {**plain, "plain": plain}}
+    write_summary(summaries[-1], scheduled)
     frame = read_csv(write_export(summaries, tmp_path / "t.csv", "csv"))
     cells = [read_summary(path) for path in summaries]
     assert list(frame["run"]) == [cell.run for cell in cells]
@@ -64,6 +68,10 @@ def test_csv_holds_every_number_as_it_is(summaries: list[Path], tmp_path: Path) 
         assert all(pd.isna(row[f"accept_p{i}"]) for i in range(1 + len(cell.accept_p), 8))
         assert row["settings.versions.torch"] == "2.13.0"
     assert not frame.columns.str.contains("by_device|step_curves").any()
+    accepted = [name for name in frame.columns if name.startswith(("accept_p", "accept_hist"))]
+    assert accepted == [f"accept_p{i}" for i in range(1, 8)] + [
+        f"accept_histogram_{i}" for i in range(8)
+    ]
 
 
 def test_csv_counts_are_whole_numbers(summaries: list[Path], tmp_path: Path) -> None:
@@ -137,7 +145,12 @@ def test_latex_holds_the_printed_tables(unpaired: list[Path], tmp_path: Path) ->
             cells_of(line) for line in [header, *lines]
         ]
     assert all(line.isascii() for line in text.splitlines() if not line.startswith("%"))
-    outside = re.sub(r"^\\begin.*?^\\end\{tabular\}$", "", text, flags=re.M | re.S)
+    outside = re.sub(
+        r"^\\noindent\\resizebox\{.*\}\{!\}\{%\n\\begin.*?^\\end\{tabular\}\n\}\\par\\medskip$",
+        "",
+        text,
+        flags=re.M | re.S,
+    )
     assert all(line.startswith("%") for line in outside.splitlines() if line)
 
 

@@ -282,6 +282,15 @@ def test_an_arm_without_a_complete_step_is_left_out(cells: list[CellSummary]) ->
     assert labels(drawn(figures.accept_length, "gsm8k", cells)) == ["dspark_k7: 1.990"]
 
 
+def test_shares_of_too_few_steps_are_not_drawn_and_the_panel_says_so(
+    cells: list[CellSummary],
+) -> None:
+    few = [replace(cell, complete_steps=figures.FEWEST_STEPS - 1) for cell in cells]
+    left, right = drawn(figures.acceptance, "gsm8k", few).axes
+    assert [text.get_text() for text in left.texts] == []
+    assert [text.get_text() for text in right.texts] == ["fewer than 20 steps"]
+
+
 @pytest.mark.parametrize("kind", ["speedup", "acceptance", "accept_length"])
 def test_an_experiment_without_arms_says_so(cells: list[CellSummary], kind: str) -> None:
     figure = drawn(getattr(figures, kind), *every_kind("gsm8k", cells[:1], {})[kind])

@@ -153,7 +153,8 @@ def _again(points: Mapping[Options, Cells]) -> str:
     dirty = any(cell.settings.get("git_dirty") for cell in cells)
     changed = ", with changes that were not committed," if dirty else ""
     return (
-        f"In a checkout of commit {' and '.join(commits)}{changed} set up by `make demo`:\n\n"
+        f"In a checkout of commit {' and '.join(commits)}{changed} set up by `make demo`, with this "
+        "experiment's file in `config/experiment/`:\n\n"
         f"```\n{_command(root)}\n```"
     )
 

@@ -21,6 +21,11 @@ from dspark.report.table import NO_VALUE, UNPAIRED, Cells, read_points, report_o
 
 Points = Mapping[Options, Cells]
 
+PREAMBLE = (
+    "% \\usepackage{booktabs,graphicx}\n"
+    "% Wide: they shrink to the line, so give it room: \\usepackage[landscape,margin=1cm]{geometry}"
+)
+SHRUNK = "\\noindent\\resizebox{\\ifdim\\width>\\linewidth\\linewidth\\else\\width\\fi}{!}{%"
 STYLE = (
     "body { font-family: sans-serif; font-size: 14px; margin: 2em } "
     "table { border-collapse: collapse; margin: 1em 0 } "
@@ -80,15 +85,19 @@ def as_csv(points: Points) -> str:
     """One line a cell with a column for each of its numbers and texts, nested names joined by dots.
 
     Lists by draft position are `accept_p1`, ..; counts of accepted tokens `accept_histogram_0`, ..
-    What else is a list (devices, differences, step curves) is left out.
+    What else is a list (devices, differences) is left out, and so are the step curves.
     """
-    lines = []
-    for values in _objects(points):
+    lines = _objects(points)
+    positions, numbers = (
+        max(len(values[name]) for values in lines) for name in ("accept_p", "accept_histogram")
+    )
+    for values in lines:
         values["lossless"] = values["lossless"] or {}  # no column for a whole that is absent
+        values["settings"].pop("step_curves", None)
+        # In all rows alike, for the columns stand in the order in which the rows bring them.
         shares, counts = values.pop("accept_p"), values.pop("accept_histogram")
-        values |= {f"accept_p{place}": share for place, share in enumerate(shares, start=1)}
-        values |= {f"accept_histogram_{count}": steps for count, steps in enumerate(counts)}
-        lines.append(values)
+        values |= {f"accept_p{place + 1}": _at(shares, place) for place in range(positions)}
+        values |= {f"accept_histogram_{place}": _at(counts, place) for place in range(numbers)}
     frame = pd.json_normalize(lines)
     listed = [
         name for name in frame if frame[name].map(lambda value: isinstance(value, list)).any()
@@ -97,9 +106,17 @@ def as_csv(points: Points) -> str:
     return frame.drop(columns=listed).convert_dtypes().to_csv(index=False, lineterminator="\n")
 
 
+def _at(values: Sequence[Any], place: int) -> Any:
+    """The value at a place, from 0; None behind the last."""
+    return values[place] if place < len(values) else None
+
+
 def as_latex(points: Points) -> str:
-    """The report's tables as tabulars for `booktabs`; what stands below them as comments."""
-    parts = ["% \\usepackage{booktabs}"]
+    """The report's tables as tabulars for `booktabs`; what stands below them as comments.
+
+    They are wider than a page: each shrinks to the line that it stands in.
+    """
+    parts = [PREAMBLE]
     for block in blocks_of(report_of(points)):
         if is_grid(block):
             frame = _frame(block)
@@ -107,7 +124,7 @@ def as_latex(points: Points) -> str:
             form = "l" * names + "r" * len(_numbers(frame))
             text = frame.to_latex(index=False, escape=True, column_format=form)
             text = text.replace(NO_VALUE, "---").replace(UNPAIRED, "\\textdagger{}")
-            parts.append(text.rstrip("\n"))
+            parts.append(f"{SHRUNK}\n{text}}}\\par\\medskip")
         else:
             parts.append("\n".join(f"% {line}" for line in block))
     return "\n\n".join(parts) + "\n"

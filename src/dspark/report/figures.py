@@ -121,6 +121,8 @@ def acceptance(name: str, cells: Sequence[CellSummary]) -> Figure:
         panel.grid(axis="y")
         if not any(cell.accept_p for cell in arms):
             _say(panel, "no complete step of a draft")
+        elif not np.isfinite(np.concatenate([line.get_ydata() for line in panel.lines])).any():
+            _say(panel, f"fewer than {FEWEST_STEPS} steps")
     panels[0].set_ylabel("Share of complete steps")
     _finish(figure, cells, handles, name)
     return figure
