@@ -18,6 +18,7 @@ from dspark.report.table import parse_table
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
+FILES = re.findall(r"`config/([\w/]+\.yaml)`[^`]*:\n\n```yaml\n(.*?)^```", README, re.M | re.S)
 COMMANDS = [
     line.split("  #")[0].strip() for kind, text in BLOCKS if not kind for line in text.splitlines()
 ]
@@ -34,8 +35,8 @@ def run(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     "command", [c for c in COMMANDS if re.match(r"snakemake|dspark run", c) and "slurm" not in c]
 )
 def test_a_run_that_is_shown_plans_a_table(fresh: Checkout, command: str) -> None:
-    mine = next(text for kind, text in BLOCKS if kind == "yaml")
-    (fresh.path / "config" / "experiment" / "mine.yaml").write_text(mine)
+    for path, text in FILES:
+        (fresh.path / "config" / path).write_text(text)
     done = run(
         command.replace("snakemake ", "snakemake -n ") + " --dry-run" * ("dspark" in command),
         fresh.path,
