@@ -1,5 +1,5 @@
 # make demo: set up and run the built-in experiment.   make test: set up and run all checks.
-# make slurm, make chromium: install what the tests of SLURM and of MLflow's pages need from the distribution,
+# make slurm, make chromium: install what the tests of SLURM and of pages (MLflow, report) need from the distribution,
 # as root; without it they are skipped.
 PYTHON ?= python3
 VENV := .venv

@@ -43,7 +43,7 @@ class WindowUsage:
     system_memory_usage_megabytes: float
     process_memory_megabytes: float
     gpu_memory_usage_megabytes: float | None = None  # None without a GPU
-    # As NVML tells them of about the window's last second; None without nvidia-ml-py too.
+    # As NVML tells them of about the window's last second.
     gpu_utilization_percentage: float | None = None
     gpu_power_usage_watts: float | None = None
     shard: int = 1  # where those of several are together: which, from 1, each with its own windows
@@ -82,7 +82,7 @@ class Meter:
 
 
 def _add_gpu(usage: WindowUsage, device: torch.device) -> None:
-    """Note what the GPU shows at this moment, but for what its driver or nvidia-ml-py doesn't tell."""
+    """Note what the GPU shows at this moment, but for what its driver doesn't tell."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
