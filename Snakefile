@@ -1,3 +1,6 @@
+import sys
+from pathlib import Path
+
 from snakemake.utils import min_version
 
 min_version("9.27")
@@ -24,6 +27,12 @@ localrules:
     plots,
     command,
     track,
+
+
+onsuccess:
+    table = Path(f"results/{EXPERIMENT}/table.md")
+    if table.exists():
+        print(f"The table is {table}", file=sys.stderr)
 
 
 rule all:

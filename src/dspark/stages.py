@@ -239,6 +239,7 @@ def _load_job(
         click.echo(
             f"drafter '{prepared[1].name}': embedding and LM head are the target's", err=True
         )
+        _check_blocks(config, drafter)
     for model in (target, drafter):
         if model is not None:
             model.pack()
@@ -246,6 +247,16 @@ def _load_job(
     curves = _step_curves(config, prepared, environment, target, drafter, tokenizer, profiles)
     environment["step_curves"] = {name: curve.points() for name, curve in curves.items()}
     return Job(config, asked, warmup_prompts(), target, drafter, tokenizer, curves)
+
+
+def _check_blocks(config: JobConfig, drafter: DSparkDrafter) -> None:
+    """Refuse a run that wants more than a block, before anything is timed."""
+    for name, run in config.runs.items():
+        if run.k > drafter.block_size:
+            raise UserError(
+                f"runs.{name}.k is {run.k} but the drafter's block_size is {drafter.block_size}: "
+                f"choose k between 1 and {drafter.block_size}"
+            )
 
 
 def _step_curves(

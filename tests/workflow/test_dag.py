@@ -142,9 +142,9 @@ def test_the_report_holds_the_table_and_the_plots_of_each_dataset(
     found = re.search(r"var categories = (\{.*?\})\s*(?:;|$)", page, re.M)
     assert found is not None
     categories = json.loads(found[1])
-    assert set(categories) == {"Results", *DATASETS}
+    assert set(categories) == {"All datasets", *DATASETS}
     shown = {name: [Path(f).name for f in parts["Other"]] for name, parts in categories.items()}
-    assert {"table.html", "table.md", "speedup.svg"} == set(shown["Results"])
+    assert {"table.html", "table.md", "speedup.svg"} == set(shown["All datasets"])
     for dataset in DATASETS:
         assert len(shown[dataset]) == 5
         assert all(name.startswith(f"{dataset}-") for name in shown[dataset])

@@ -30,7 +30,7 @@ rule bench:
         out=subpath(input.config, parent=True),
     shell:
         "dspark bench --config {input.config} --prompts {input.prompts} --models {params.models}"
-        " --threads {threads} --shard {params.shard} --out {params.out} 2>&1 | tee {log}"
+        " --threads {threads} --shard {params.shard} --out {params.out} 2>&1 | tee -i {log}"
 
 
 rule merge:
@@ -52,7 +52,7 @@ rule merge:
     params:
         folder=subpath(input.config, parent=True),
     shell:
-        "dspark merge {params.folder} 2>&1 | tee {log}"
+        "dspark merge {params.folder} 2>&1 | tee -i {log}"
 
 
 rule summarise:
@@ -73,4 +73,4 @@ rule summarise:
         models=subpath(input.target, parent=True),
         folder=subpath(input.config, parent=True),
     shell:
-        "dspark summarise --models {params.models} {params.folder} 2>&1 | tee {log}"
+        "dspark summarise --models {params.models} {params.folder} 2>&1 | tee -i {log}"

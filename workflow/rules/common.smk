@@ -182,14 +182,14 @@ def get_plots():
     plots = []
     for point in POINTS:
         plots += get_plot(
-            folder / point / "speedup", "speedup", "Speedup", point or "Results"
+            folder / point / "speedup", "speedup", "Speedup", point or "All datasets"
         )
     for job in DATASETS:
         for kind, title in DATASET_PLOTS.items():
             plots += get_plot(folder / f"{job}-{kind}", kind, title, job)
     if len({composed.engine.concurrency for composed in POINTS.values()}) > 1:
         title = "Speedup by concurrency"
-        plots += get_plot(folder / "concurrency", "concurrency", title, "Results")
+        plots += get_plot(folder / "concurrency", "concurrency", title, "All datasets")
     return plots
 
 

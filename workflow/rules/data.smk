@@ -24,4 +24,4 @@ rule prompts:
     conda:
         "../../environment.yml"
     shell:
-        "dspark prompts --config {input.config} --out {output} 2>&1 | tee {log}"
+        "dspark prompts --config {input.config} --out {output} 2>&1 | tee -i {log}"

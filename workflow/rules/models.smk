@@ -30,4 +30,4 @@ rule prepare:
         trained=f"--trained {TRAINING}/drafter" if TRAINED else "",
     shell:
         "dspark prepare --config {input.config} {params.trained} --out {params.out}"
-        " 2>&1 | tee {log}"
+        " 2>&1 | tee -i {log}"

@@ -8,13 +8,13 @@ rule table:
         table=report(
             f"results/{EXPERIMENT}/table.md",
             caption="../report/table.rst",
-            category="Results",
+            category="All datasets",
             labels={"result": "Table as markdown"},
         ),
         page=report(
             f"results/{EXPERIMENT}/table.html",
             caption="../report/table.rst",
-            category="Results",
+            category="All datasets",
             labels={"result": "Table"},
         ),
     log:
@@ -24,9 +24,9 @@ rule table:
     params:
         unpaired="--allow-unpaired" if COMPOSED.allow_unpaired else "",
     shell:
-        "dspark table {input} {params.unpaired} --out {output.table} 2>&1 | tee {log};"
+        "dspark table {input} {params.unpaired} --out {output.table} 2>&1 | tee -i {log};"
         " dspark table {input} {params.unpaired} --format html --out {output.page} 2>&1"
-        " | tee -a {log}"
+        " | tee -ia {log}"
 
 
 rule plots:
@@ -45,7 +45,7 @@ rule plots:
         results=get_results,
         unpaired="--allow-unpaired" if COMPOSED.allow_unpaired else "",
     shell:
-        "dspark plots {params.results} {input.summaries} {params.unpaired} 2>&1 | tee {log}"
+        "dspark plots {params.results} {input.summaries} {params.unpaired} 2>&1 | tee -i {log}"
 
 
 rule command:
@@ -92,4 +92,4 @@ rule track:
         training=f"--training {TRAINING}" if TRAINED else "",
     shell:
         "dspark track {params.results} {input.summaries} --config {input.config} {params.training}"
-        " --out {output} 2>&1 | tee {log}"
+        " --out {output} 2>&1 | tee -i {log}"

@@ -36,7 +36,7 @@ rule synthesise:
         out=subpath(input.config, parent=True),
     shell:
         "dspark train --stage synthesise --config {input.config} --out {params.out}"
-        " 2>&1 | tee {log}"
+        " 2>&1 | tee -i {log}"
 
 
 rule cache_states:
@@ -55,7 +55,7 @@ rule cache_states:
     params:
         out=subpath(input.config, parent=True),
     shell:
-        "dspark train --stage cache --config {input.config} --out {params.out} 2>&1 | tee {log};"
+        "dspark train --stage cache --config {input.config} --out {params.out} 2>&1 | tee -i {log};"
         " sha256sum {params.out}/cache/index.json > {output}"
 
 
@@ -75,7 +75,7 @@ rule fit:
     params:
         out=subpath(input.config, parent=True),
     shell:
-        "dspark train --stage fit --config {input.config} --out {params.out} 2>&1 | tee {log};"
+        "dspark train --stage fit --config {input.config} --out {params.out} 2>&1 | tee -i {log};"
         " sha256sum {params.out}/best/model.safetensors > {output}"
 
 
@@ -103,4 +103,4 @@ rule calibrate:
         out=subpath(input.config, parent=True),
     shell:
         "dspark train --stage calibrate --config {input.config} --out {params.out}"
-        " 2>&1 | tee {log}"
+        " 2>&1 | tee -i {log}"
