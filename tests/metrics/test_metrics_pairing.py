@@ -64,7 +64,7 @@ def test_cells_of_one_job_are_alike(pair: list[CellSummary]) -> None:
         ("temperature", 0.7),
         ("max_new_tokens", 64),
         ("ignore_eos", True),
-        ("interleave", 8),
+        ("interleave", 16),
         ("a_setting_of_tomorrow", "on"),
     ],
 )

@@ -196,6 +196,18 @@ def test_report_of_sampled_outputs(cell) -> None:
     ) in render_report([], [arm])
 
 
+@pytest.mark.parametrize(
+    ("requests", "concurrency", "said"), [(15, 4, True), (16, 4, False), (1, 1, False)]
+)
+def test_windows_too_short_for_their_concurrency_are_named(
+    cell, requests: int, concurrency: int, said: bool
+) -> None:
+    short = cell("a", "baseline", 1, concurrency=concurrency)
+    short.by_device = [replace(short.by_device[0], requests=requests, windows=1)]
+    text = render_report([], [short, cell("b", "baseline", 1)])
+    assert ("- Few requests for those in flight (a): the end of each window" in text) is said
+
+
 def test_settings_that_vary_by_dataset(table_cells: list[CellSummary]) -> None:
     for cell in table_cells[3:]:
         cell.settings = {**cell.settings, "max_new_tokens": 256}

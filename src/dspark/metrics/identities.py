@@ -209,6 +209,11 @@ def requests_in_flight(device: DeviceSummary) -> float:
     return device.output_tok_s * device.latency_ms_mean / 1000 / mean_tokens
 
 
+def mostly_ramps(device: DeviceSummary, concurrency: int) -> bool:
+    """Whether windows hold so few requests that much of them is their end, where slots stand idle."""
+    return device.requests < 4 * concurrency * device.windows
+
+
 def requests_in_flight_bounds(
     device: DeviceSummary, concurrency: int, turns: int
 ) -> tuple[float, float]:
@@ -224,7 +229,7 @@ def requests_in_flight_bounds(
     is most of the window, and only the bound from above is meaningful.
     """
     high = concurrency * (1 + _LITTLE_SLACK)
-    if device.requests < 4 * concurrency * device.windows:
+    if mostly_ramps(device, concurrency):
         return 0.0, high
     idle_s = (concurrency - 1) * turns * device.windows * device.latency_ms_max / 1000
     return concurrency * (1 - _HOST_SHARE) - idle_s / device.window_s, high

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from dspark.config import point_options
 from dspark.errors import UserError
 from dspark.files import write_text
 from dspark.metrics.cell import BASELINE, CellSummary, read_summary
-from dspark.metrics.identities import check_devices, check_rows, check_summaries
+from dspark.metrics.identities import check_devices, check_rows, check_summaries, mostly_ramps
 from dspark.metrics.pairing import Mismatch, mismatches
 from dspark.metrics.rows import (
     LENGTH_DIGITS,
@@ -272,7 +272,7 @@ def render_report(
     parts = [
         render_table(rows, unpaired),
         _bullets(f"{UNPAIRED} {line}" for line in _unpaired_lines(unpaired)),
-        _bullets(_lossless_lines(summaries)),
+        _bullets([*_lossless_lines(summaries), *_ramp_lines(summaries)]),
         _speedup_table(summaries, unpaired),
         _bullets(_settings_lines(summaries)),
     ]
@@ -317,6 +317,22 @@ def _lossless_lines(summaries: Sequence[CellSummary]) -> list[str]:
             if without:
                 lines.append(f"Outputs: {how}: {run} on {', '.join(without)}: {why}")
     return lines
+
+
+def _ramp_lines(summaries: Iterable[CellSummary]) -> Iterator[str]:
+    """A line that names the datasets whose windows are too short for their concurrency."""
+    short = {
+        cell.dataset: None
+        for cell in summaries
+        if cell.concurrency > 1
+        and any(mostly_ramps(device, cell.concurrency) for device in cell.by_device)
+    }
+    if short:
+        yield (
+            f"Few requests for those in flight ({', '.join(short)}): the end of each window, where slots "
+            "stand idle, weighs, and more so where requests end at different times, as in an arm that "
+            "drafts; raise the dataset's limit, and engine.interleave"
+        )
 
 
 def _verdict(cell: CellSummary) -> str | None:
