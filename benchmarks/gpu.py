@@ -4,24 +4,32 @@
     python benchmarks/gpu.py --device cpu --shape tiny --precision float32 --rows 1 --rows 4
 
 For each concurrency the plain step and those with k = 3 and 7 drafted by a drafter of the paper's shape
-(5 layers, rank 256, whole vocabulary), how near each is to the time in which the device can read what a
-step must read, and the speedup that follows where positions 1, 2, .. are accepted in the shares --accept of
-the steps (emitted tokens a step over the step's time, against the plain step).
+(5 layers, rank 256, whole vocabulary), run in three ways: eager (operation by operation, with no more work
+than the rows need), static (operation by operation, shapes filled up to buckets) and, on a GPU, graphs (the
+same as CUDA graphs). Beside them how near each is to the time in which the device can read what a step must
+read, and the speedup that follows where positions 1, 2, .. are accepted in the shares --accept of the steps
+(emitted tokens a step over the step's time, against the plain step run in the same way).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 
 import click
 import torch
-from growth import SHAPES, peak_bytes, random_target, step_seconds
+from growth import SHAPES, peak_bytes, random_target
 
-from dspark.config import DrafterShape
+from dspark.config import CudaGraphs, DrafterShape
+from dspark.decode.engine import Engine, Request, Row
+from dspark.decode.graphs import Graphs, graphs_for
 from dspark.decode.parts import read_bandwidth, step_bytes
+from dspark.decode.sampling import request_generator
 from dspark.train.start import new_drafter
 
 CONTEXT = 512
+STEPS, WARMUP = 7, 2  # the first of these captures
+SECONDS = 0.7  # of timed steps a line: then three are enough
 # Share of steps that accept positions 1 to 7, of a DSpark drafter on gsm8k (vLLM pull request 52197).
 ACCEPT = (0.901, 0.795, 0.667, 0.550, 0.436, 0.327, 0.225)
 
@@ -51,8 +59,10 @@ def main(
     bandwidth = read_bandwidth(torch.device(device))
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {threads} threads"
     click.echo(f"{name}, {precision}, context {CONTEXT}; reads {bandwidth / 1e9:.0f} GB/s\n")
-    click.echo("| target | concurrency | k | step, ms | of the limit | over plain | speedup |")
-    click.echo("| --- | --- | --- | --- | --- | --- | --- |")
+    click.echo(
+        "| target | concurrency | k | run | step, ms | of the limit | over plain | speedup |"
+    )
+    click.echo("| --- | --- | --- | --- | --- | --- | --- | --- |")
     with torch.inference_mode():
         for shape in shapes or ("smollm2_135m", "qwen3_4b", "qwen3_8b"):
             sizes = concurrencies or (1, 4, 16, 64)
@@ -81,15 +91,49 @@ def _lines(
     target.pack()
     drafter.pack()
     for rows in concurrencies:
-        plain = step_seconds(target, None, rows, 0, CONTEXT)
+        plain: dict[str, float] = {}
         for k in (0, 3, 7):
-            seconds = step_seconds(target, drafter, rows, k, CONTEXT) if k else plain
             emitted = 1 + sum(accept[:k])
-            yield (
-                f"| {shape} | {rows} | {k} | {1000 * seconds:.2f} | "
-                f"{needed[rows, k] / bandwidth / seconds:.0%} | {seconds / plain:.2f} | "
-                f"{emitted * plain / seconds:.2f} |"
-            )
+            for way, graphs in _ways(target.device).items():
+                engine = Engine(
+                    target,
+                    drafter if k else None,
+                    k=k,
+                    concurrency=rows,
+                    capacity=CONTEXT + (STEPS + WARMUP + 1) * (k + 1),
+                    static=way != "eager",
+                    graphs=graphs,
+                )
+                seconds = _step_seconds(engine)
+                if graphs is not None and graphs.failure is not None:
+                    continue  # it has said so
+                plain.setdefault(way, seconds)
+                yield (
+                    f"| {shape} | {rows} | {k} | {way} | {1000 * seconds:.2f} | "
+                    f"{needed[rows, k] / bandwidth / seconds:.0%} | {seconds / plain[way]:.2f} | "
+                    f"{emitted * plain[way] / seconds:.2f} |"
+                )
+
+
+def _ways(device: torch.device) -> dict[str, Graphs | None]:
+    """How steps can be run here, and with which graphs."""
+    ways: dict[str, Graphs | None] = {"eager": None, "static": None}
+    graphs = graphs_for(CudaGraphs.auto, device)
+    return ways if graphs is None else {**ways, "graphs": graphs}
+
+
+def _step_seconds(engine: Engine) -> float:
+    """Median seconds of a step of all slots, each of whose rows has CONTEXT tokens behind it."""
+    for slot in range(len(engine.slots)):
+        request = Request(str(slot), 0, [1] * (CONTEXT - 1), engine.capacity - CONTEXT + 1)
+        generator = request_generator(request.sampling, str(slot))
+        engine.slots[slot] = Row(request, 0.0, generator, output=[1])
+    times: list[float] = []
+    while len(times) < WARMUP + STEPS and (len(times) < WARMUP + 3 or sum(times) < SECONDS):
+        begun = engine.clock()
+        engine.step()
+        times.append(engine.clock() - begun)
+    return median(times[WARMUP:])
 
 
 if __name__ == "__main__":

@@ -246,6 +246,31 @@ def test_names_of_other_folders_are_refused(overrides: list[str]) -> None:
         composed(*overrides)
 
 
+@pytest.mark.parametrize("value", ["gsm8k", "5", "null"])
+@pytest.mark.parametrize(
+    ("field", "rest"),
+    [
+        ("datasets.gsm8k", "; +dataset@datasets.gsm8k=FILE adds one, ~datasets.gsm8k takes it out"),
+        ("runs.dspark_k3", "; +run@runs.dspark_k3=FILE adds one, ~runs.dspark_k3 takes it out"),
+        ("sampling", ""),
+    ],
+)
+def test_a_value_where_fields_belong_is_refused(field: str, rest: str, value: str) -> None:
+    with pytest.raises(UserError) as caught:
+        composed(f"{field}={value}")
+    said = f"experiment 'demo': {field} has fields: set them, as {field}.FIELD=VALUE{rest}"
+    assert str(caught.value) == said
+
+
+def test_a_dataset_written_inline_is_called_as_its_entry(tmp_path: Path) -> None:
+    shutil.copytree(CONFIG, tmp_path / "config")
+    (tmp_path / "config" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [demo, _self_]\n"
+        "datasets: {own: {source: file, path: own.jsonl}}\n"
+    )
+    assert compose_experiment("mine", (), tmp_path / "config").datasets["own"].name == "own"
+
+
 def test_unknown_experiment_names_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean 'published'"):
         composed(experiment="publishd")

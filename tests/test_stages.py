@@ -80,7 +80,7 @@ def job_config(shards: int, **dataset: Any) -> JobConfig:
         experiment="tiny",
         dataset=DatasetConfig("mt_bench", history=History.model, shards=shards, **fields),
         runs=RUNS,
-        engine=EngineConfig(Device.cpu, concurrency=2, interleave=2, warmup=1),
+        engine=EngineConfig(Device.cpu, concurrency=2, interleave=1, warmup=1),
     )
 
 

@@ -75,6 +75,13 @@ class Device(Enum):
     cuda = "cuda"
 
 
+class CudaGraphs(Enum):
+    """Whether steps are handed to a GPU as CUDA graphs; auto does so where there is a GPU."""
+
+    auto = "auto"
+    off = "off"  # operation by operation; in a YAML file 'off' needs its quotes
+
+
 class Precision(Enum):
     """The dtype of weights, activations and KV caches; auto takes what is fastest on the device."""
 
@@ -231,9 +238,11 @@ class EngineConfig:
     device: Device = Device.auto
     precision: Precision = Precision.float32
     concurrency: int = 4  # closed loop: requests in flight
-    interleave: int = 32  # prompts a block; the arms take turns block by block
+    interleave: int = 8  # prompts a block for each request in flight; the arms take turns by blocks
     warmup: int = 4  # requests before each arm's first block, never measured prompts
     threads: int | None = None  # CPU threads; null takes the cores that this process may use
+    cuda_graphs: CudaGraphs = CudaGraphs.auto  # hand a GPU whole steps at once
+    kernels: bool = False  # Triton's, on a GPU; not measured: see benchmarks/triton_kernels.py
 
 
 @dataclass
@@ -426,6 +435,9 @@ def _compose(root: Path, name: str, overrides: Sequence[str], what: str) -> Any:
     try:
         with initialize_config_dir(str(root), version_base="1.3"):
             tree = compose(name, overrides=list(overrides))
+        for entry, dataset in (tree.get("datasets") or {}).items():
+            if OmegaConf.is_missing(dataset, "name"):
+                dataset.name = entry
         # Once more against the schema, for an override with a plus adds whatever it names.
         schema = OmegaConf.structured(OmegaConf.get_type(tree))
         return OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.to_container(tree)))
@@ -472,6 +484,15 @@ def _explain(error: BaseException, groups: Iterable[str] = ()) -> str:
     )
     if group:
         return f"{group[1]} '{group[2]}' not found: {nearest(group[2], group[3].split())}"
+    whole = re.search(
+        r"(?:Invalid type assigned: (?:str|int|float|bool) is not a subclass of \w+|field '\S+' is not "
+        r"Optional).* full_key: (\S+)",
+        text,
+    )
+    if whole:
+        entry = re.match(r"(dataset|run)s\.", whole[1])
+        out = f"; +{entry[1]}@{whole[1]}=FILE adds one, ~{whole[1]} takes it out" if entry else ""
+        return f"{whole[1]} has fields: set them, as {whole[1]}.FIELD=VALUE{out}"
     added = re.search(r"dict is not a subclass of (?:Scheduled)?(Run|Dataset)", text)
     if added:
         kind = added[1].lower()

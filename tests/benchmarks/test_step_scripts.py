@@ -38,10 +38,17 @@ def test_the_gpu_table_on_a_cpu(scripts: tuple[ModuleType, ModuleType]) -> None:
     result = CliRunner().invoke(scripts[0].main, arguments)
     assert result.exit_code == 0, result.output
     cells = rows(result.output, "tiny")
-    assert [row[1:3] for row in cells] == [[n, k] for n in ("1", "3") for k in ("0", "3", "7")]
+    ways = ("eager", "static")
+    assert [row[1:4] for row in cells] == [
+        [n, k, way] for n in ("1", "3") for k in ("0", "3", "7") for way in ways
+    ]
+    plain = {(row[1], row[3]): float(row[4]) for row in cells if row[2] == "0"}
     for row in cells:
         emitted = 1.0 if row[2] == "0" else 1.5
-        assert float(row[6]) == pytest.approx(emitted / float(row[5]), abs=0.02)
+        assert row[5].endswith("%")
+        over = float(row[4]) / plain[row[1], row[3]]
+        assert float(row[6]) == pytest.approx(over, rel=0.02, abs=0.02)
+        assert float(row[7]) == pytest.approx(emitted / float(row[6]), abs=0.02)
 
 
 def test_without_a_gpu_it_says_so(scripts: tuple[ModuleType, ModuleType]) -> None:

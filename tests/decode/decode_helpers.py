@@ -145,14 +145,18 @@ def drafting(
         _lap: object = None,
     ) -> Draft:
         rows = [row for row in engine.slots if row is not None]
-        assert anchors.tolist() == [row.output[-1] for row in rows]
-        assert starts.tolist() == [len(row.request.tokens) + len(row.output) - 1 for row in rows]
-        assert longest == starts.max()
-        tokens = torch.tensor([propose(row, k) for row in rows])
-        assert tokens.shape == (len(rows), k)
+        live = len(rows)
+        assert anchors[:live].tolist() == [row.output[-1] for row in rows]
+        assert starts[:live].tolist() == [
+            len(row.request.tokens) + len(row.output) - 1 for row in rows
+        ]
+        assert longest >= starts.max() if engine.static else longest == starts.max()
+        fill = anchors.shape[0] - live  # rows of a bucket that static steps fill up
+        tokens = torch.tensor([propose(row, k) for row in rows] + [[0] * k] * fill)
+        assert tokens.shape == (len(anchors), k)
         logits = torch.full(tokens.shape, float("inf"))
         if confidence is not None:
-            logits = torch.tensor([confidence(row, k) for row in rows])
+            logits = torch.tensor([confidence(row, k) for row in rows] + [[0.0] * k] * fill)
         probs = one_hot(tokens, engine.target.vocab_size)
         greedy = all(row.greedy for row in sampling)
         return Draft(tokens, None if greedy else probs, logits, probs, probs)

@@ -72,7 +72,7 @@ def job_config(
     dataset = DatasetConfig(name="set", max_new_tokens=new)
     parts = {
         "dataset": dataset,
-        "engine": EngineConfig(concurrency=3, interleave=4, warmup=2),
+        "engine": EngineConfig(concurrency=2, interleave=2, warmup=2),
         "sampling": SamplingConfig(),
     }
     for name, part in parts.items():

@@ -93,6 +93,7 @@ def test_the_description_of_a_cpu_run_names_all_that_numbers_depend_on() -> None
     facts = describe("cpu", "0123456789abcdef")
     assert set(facts) == {
         *("config_digest", "device", "device_uuid", "driver", "cuda", "threads", "cores"),
+        "cuda_graphs",
         *(
             "memory_bytes",
             "load_average",
@@ -102,13 +103,14 @@ def test_the_description_of_a_cpu_run_names_all_that_numbers_depend_on() -> None
             "python",
             "dspark",
         ),
-        *("node", "slurm_job_id", "cuda_visible_devices"),
+        *("node", "slurm_job_id", "cuda_visible_devices", "kernels"),
         *("torch", "triton", "transformers", "tokenizers", "git_sha", "git_dirty"),
     }
     assert facts["config_digest"] == "0123456789abcdef"
     assert facts["device"] and facts["device_uuid"] is None and facts["driver"] is None
     assert facts["torch"] == torch.__version__ or facts["torch"] in torch.__version__
     assert facts["dspark"] == dspark.__version__
+    assert facts["cuda_graphs"] is False
     assert facts["threads"] == torch.get_num_threads()
     assert facts["memory_bytes"] > 0 and len(facts["load_average"]) == 3
     assert json.loads(json.dumps(facts)) == facts

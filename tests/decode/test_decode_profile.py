@@ -194,7 +194,12 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     calls: list[tuple[int, int]] = []
 
     def fake(
-        _target: Target, _drafter: DSparkDrafter, k: int, concurrency: int, _tokens: list[int]
+        _target: Target,
+        _drafter: DSparkDrafter,
+        k: int,
+        concurrency: int,
+        _tokens: list[int],
+        _graphs: object,
     ) -> StepCurve:
         calls.append((k, concurrency))
         return fit_curve([1, 2], [1.0, 1.0 + len(calls)])

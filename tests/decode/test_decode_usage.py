@@ -160,7 +160,7 @@ def small_job(folder: Path) -> bench.Job:
         experiment="test",
         dataset=DatasetConfig(name="set", max_new_tokens=4),
         runs={"baseline": RunConfig(), "k3": RunConfig(Mode.speculative, 3)},
-        engine=EngineConfig(concurrency=2, interleave=2, warmup=0),
+        engine=EngineConfig(concurrency=2, interleave=1, warmup=0),
     )
     asked = [Prompt(f"p{index}", [f"say {index}"]) for index in range(6)]
     drafter, tokenizer = load_drafter(folder / "drafter", target), load_tokenizer(folder / "target")

@@ -97,7 +97,7 @@ class Bench:
             dataset=DatasetConfig(name="set", history=History.model, max_new_tokens=NEW),
             runs=RUNS,
             engine=EngineConfig(
-                device=Device.cpu, concurrency=CONCURRENCY, interleave=6, warmup=2, threads=1
+                device=Device.cpu, concurrency=CONCURRENCY, interleave=2, warmup=2, threads=1
             ),
             sampling=SamplingConfig(ignore_eos=True),
         )

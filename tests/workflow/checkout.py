@@ -30,7 +30,7 @@ defaults:
 datasets:
   gsm8k: {source: builtin, chat: true, limit: 6, max_new_tokens: 24}
   mt_bench: {source: builtin, chat: true, limit: 3, max_new_tokens: 24, history: model}
-engine: {device: cpu, interleave: 4}
+engine: {device: cpu, interleave: 1}
 """
 
 # How `learned` trains: as overrides, so that `tiny` can be told to train the same drafter.
@@ -68,7 +68,7 @@ datasets:
 runs:
   dspark_sched: {k: 4}
   dspark_conf: {k: 4}
-engine: {device: cpu, interleave: 4}
+engine: {device: cpu, interleave: 1}
 """
 
 

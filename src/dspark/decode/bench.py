@@ -8,6 +8,7 @@ that no window spans the gap.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from dspark.config import History, JobConfig
 from dspark.data.prompts import Prompt
 from dspark.decode.engine import Engine, Request, Row
+from dspark.decode.graphs import graphs_for
 from dspark.decode.journal import append_record, open_journal, read_journal
 from dspark.decode.loop import closed_loop
 from dspark.decode.records import RequestRecord
@@ -58,6 +60,11 @@ class Job:
         capacity = max(self._longest(prompt, target.max_positions) for prompt in self.prompts)
         capacity = max(capacity, *(self._longest(prompt, None) for prompt in self.warmup), 1)
         capacity = min(capacity, target.max_positions)
+        settings = config.sampling
+        self.sampling = Sampling(
+            settings.temperature, settings.top_p, settings.top_k, settings.seed
+        )
+        self.graphs = graphs_for(config.engine.cuda_graphs, target.device)
         self.engines = {
             name: Engine(
                 target,
@@ -68,6 +75,7 @@ class Job:
                 confidence_threshold=run.confidence_threshold,
                 curve=(curves or {}).get(name),
                 detokenize=tokenizer.decode,
+                graphs=self.graphs,
             )
             for name, run in config.runs.items()
         }
@@ -76,6 +84,16 @@ class Job:
     def requests(self) -> int:
         """Requests of all runs together."""
         return sum(len(prompt.turns) for prompt in self.prompts) * len(self.engines)
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether steps have been CUDA graphs, all of them."""
+        return self.graphs is not None and self.graphs.failure is None
+
+    def capture(self) -> None:
+        """Capture the graphs of all runs, so that no measured window holds a capture."""
+        for engine in self.engines.values():
+            engine.capture(self.sampling)
 
     def _longest(self, prompt: Prompt, limit: int | None) -> int:
         """Positions that the longest turn of a prompt can come to need, its answer included."""
@@ -124,7 +142,7 @@ class Job:
             turn=turn,
             tokens=self.prompt_tokens(prompt_id, turn, answers),
             max_new_tokens=self.config.dataset.max_new_tokens,
-            sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, settings.seed),
+            sampling=self.sampling,
             eos_ids=frozenset() if settings.ignore_eos else self.tokenizer.eos_ids,
             stop=tuple(settings.stop),
         )
@@ -156,8 +174,15 @@ def run_job(job: Job, journal: Path) -> list[RequestRecord]:
             if not left:
                 continue
             if name not in warm:
+                bar.set_postfix_str(f"{name} warms up")
+                began = time.perf_counter()
+                if not warm:
+                    job.capture()
                 _warm_up(job, name)
                 warm.add(name)
+                bar.start_t += (
+                    time.perf_counter() - began
+                )  # rate and time left are of what is measured
             answered: list[RequestRecord] = []
             meter.start()
             for row in _run_block(job, name, left, done[name]):
@@ -207,7 +232,7 @@ def _answered(
 
 def _schedule(job: Job, runs: list[str]) -> Iterator[tuple[list[Prompt], str]]:
     """Blocks of prompts, each with every run; the run that goes first rotates."""
-    size = job.config.engine.interleave
+    size = job.config.engine.interleave * job.config.engine.concurrency
     for index, start in enumerate(range(0, len(job.prompts), size)):
         shift = index % len(runs)
         for name in runs[shift:] + runs[:shift]:

@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dspark.decode.batch import Batch
 from dspark.decode.cache import SlotCache, causal_mask
 from dspark.decode.draft import Draft, Worth, confident_prefix, propose, write_context
 from dspark.decode.finite import check_step, likeliest, marked, marked_draft, target_error
+from dspark.decode.graphs import Graphs
 from dspark.decode.memory import check_slots, slot_bytes
 from dspark.decode.pause import Pause
 from dspark.decode.sampling import Sampling, draw, draw_uniforms, probabilities, request_generator
 from dspark.decode.schedule import StepCurve, schedule
+from dspark.decode.static import ALIGNED, StaticSteps
 from dspark.decode.verify import accept_greedy, accept_sampled
 from dspark.errors import UserError
 from dspark.models.attention import Packing
@@ -83,17 +86,6 @@ class Row:
         return len(self.request.tokens) + len(self.output) - 1
 
 
-@dataclass
-class Batch:
-    """What a step reads of its R rows."""
-
-    anchors: Tensor  # [R] newest tokens, not yet seen by the target
-    starts: Tensor  # [R] their positions
-    longest: int  # the greatest of these
-    sampling: list[Sampling]
-    uniforms: Tensor | None  # [R, 2k + 1] in [0, 1); None when all rows are greedy
-
-
 def calibrated(confidence: Tensor, drafter: DSparkDrafter) -> Tensor:
     """Confidence logits [R, n] with the drafter's calibration."""
     return apply_temperatures(confidence, drafter.temperatures, drafter.shifts)
@@ -137,7 +129,9 @@ class Engine:
         detokenize: ids to text; needed for stop strings.
         trace: called with each draft, before verification (for tests).
         lap: called with the name of each part of the work, when it has been given to the device (for
-            profiles).
+            profiles). Steps are not static then: the parts of one piece can't be told from each other.
+        static: steps of fixed shapes (see `StaticSteps`) instead of no more work than the rows need.
+        graphs: what runs these as CUDA graphs, shared by the engines of a job.
 
     Raises:
         UserError: k is larger than the drafter's block, the context does not hold `capacity`, or the
@@ -157,6 +151,8 @@ class Engine:
         detokenize: Callable[[list[int]], str] | None = None,
         trace: Callable[[Draft], None] | None = None,
         lap: Callable[[str], None] = _no_lap,
+        static: bool = False,
+        graphs: Graphs | None = None,
     ) -> None:
         if k and drafter is None:
             raise UserError(f"k is {k} but there is no drafter: give one, or set k to 0")
@@ -176,15 +172,22 @@ class Engine:
         if self.drafter is not None and curve is not None and curve.plain is not None:
             self.pause = Pause(curve)
         self.detokenize, self.trace, self.lap = detokenize, trace, lap
-        reserve = k + 1 + (drafter.block_size if k and drafter is not None else 0)
-        check_slots(target, slot_bytes(target, self.drafter, capacity + reserve), concurrency)
+        block = self.drafter.block_size if self.drafter is not None else 0
+        positions = capacity + k + 1 + block
+        static = static or graphs is not None
+        if static:
+            positions = -(-positions // ALIGNED) * ALIGNED
+        check_slots(target, slot_bytes(target, self.drafter, positions), concurrency)
         self.slots: list[Row | None] = [None] * concurrency
         self.capacity = capacity
-        self.cache = SlotCache(target.num_layers, concurrency, capacity + reserve)
+        self.cache = SlotCache(target.num_layers, concurrency, positions)
         self.taps: Sequence[int] = self.drafter.target_layer_ids if self.drafter else ()
-        self.draft_cache = SlotCache(
-            len(self.drafter.layers) if self.drafter else 0, concurrency, capacity + reserve
-        )
+        layers = len(self.drafter.layers) if self.drafter else 0
+        self.draft_cache = SlotCache(layers, concurrency, positions)
+        self.static: StaticSteps | None = None
+        if static:
+            ahead = max(k + 1, block)
+            self.static = StaticSteps(concurrency, k, ahead, positions, target.device, graphs)
 
     @property
     def active(self) -> int:
@@ -263,85 +266,133 @@ class Engine:
         """
         self._compact()
         rows = [row for row in self.slots if row is not None]
-        device = self.target.device
-        sampling = [row.request.sampling for row in rows]
         uniforms = None  # not needed where every row is greedy
-        if not all(row.greedy for row in sampling):
-            uniforms = draw_uniforms([row.generator for row in rows], 2 * self.k + 1, device)
-        batch = Batch(
+        if not all(row.request.sampling.greedy for row in rows):
+            generators = [row.generator for row in rows]
+            uniforms = draw_uniforms(generators, 2 * self.k + 1, torch.device("cpu"))
+        if self.pause is not None and self.pause.skips(len(rows)):
+            drafting = False
+        if self.static is not None and self.lap is _no_lap:
+            outcomes, made = self.static.step(self, rows, uniforms, drafting)
+            if all(token >= 0 for *_, token in outcomes):
+                return self._record(rows, outcomes, made)
+            # A token is marked: once more, as a step that reads nothing stale and can be looked into.
+        batch = self._batch(rows, uniforms)
+        self.lap("host")
+        outcomes, made = self._step(batch, drafting)
+        check_step(self, batch, rows, outcomes)
+        return self._record(rows, outcomes, made)
+
+    @torch.inference_mode()
+    def capture(self, sampling: Sampling) -> None:
+        """Where there are graphs, capture those that requests with this sampling can come to need.
+
+        Not while a request is in flight: what is in the slots is overwritten.
+        """
+        assert self.active == 0, "a capture overwrites what is in the slots"
+        if self.static is not None:
+            self.static.capture(self, sampling)
+
+    def _batch(self, rows: Sequence[Row], uniforms: Tensor | None) -> Batch:
+        device = self.target.device
+        return Batch(
             torch.tensor([row.newest for row in rows], device=device),
             torch.tensor([row.start for row in rows], device=device),
             max(row.start for row in rows),
-            sampling,
-            uniforms,
+            [row.request.sampling for row in rows],
+            None if uniforms is None else uniforms.to(device),
         )
-        if self.pause is not None and self.pause.skips(len(rows)):
-            drafting = False
-        self.lap("host")
+
+    def _step(self, batch: Batch, drafting: bool) -> tuple[list[list[int]], int]:
+        """A step of no more work than its rows need: their outcomes (see `verify`), and n drafted."""
         draft, limits, lengths = self._draft(batch, drafting)
-        drafted = batch.anchors.new_empty(len(rows), 0)
+        width = max(lengths)
+        drafted = batch.anchors.new_empty(len(lengths), 0)
         if draft is not None:
-            drafted = draft.tokens[:, : max(lengths)]
-        accepted, following = self._verify(batch, draft, drafted, limits, lengths)
-        if draft is not None:
-            following = marked_draft(following, draft.hidden)
-        # A step's transfer to the host: counts and tokens, [R, width + 3] integers.
-        outcome = torch.cat(
-            [accepted[:, None], limits[:, None], drafted, following[:, None]], dim=1
-        )
-        outcomes = outcome.tolist()
+            drafted = draft.tokens[:, :width]
+        packing = None
+        if self.target.packs and min(lengths) < width:
+            packing = Packing.of([length + 1 for length in lengths], drafted.device)
+        outcomes: list[list[int]] = self.verify(batch, draft, drafted, limits, packing).tolist()
         self.lap("accept")
-        check_step(self, batch, rows, outcomes)
-        made = 0 if draft is None else draft.tokens.shape[1]
-        return self._record(rows, outcomes, made)
+        return outcomes, 0 if draft is None else draft.tokens.shape[1]
 
     def _draft(self, batch: Batch, drafting: bool) -> tuple[Draft | None, Tensor, list[int]]:
         """A draft, and how many of its tokens to verify of each row: on the device and here."""
-        rows = len(batch.sampling)
         if self.drafter is None or not drafting:
-            return None, torch.zeros_like(batch.anchors), [0] * rows
-        draft = propose(
+            return None, torch.zeros_like(batch.anchors), [0] * len(batch.sampling)
+        # Elsewhere than on a CPU, asking after each token would make the host wait for the device.
+        early = self.trace is None and batch.anchors.device.type == "cpu"
+        draft = self.propose(batch, self.decide if early else None)
+        self.lap("Markov loop")
+        return draft, *self.judge(draft)
+
+    def propose(self, batch: Batch, worth: Worth | None = None) -> Draft:
+        """Draft k tokens a row, or as many as are `worth` it. Without that the host waits for nothing."""
+        assert self.drafter is not None, "k is not 0"
+        return propose(
             self.drafter,
             self.draft_cache,
             batch.anchors,
             batch.starts,
-            batch.longest,
+            batch.length(self.drafter.block_size) - self.drafter.block_size,
             self.k,
             batch.sampling,
             batch.uniforms,
-            # Elsewhere than on a CPU, asking after each token would make the host wait for the device.
-            self.decide if self.trace is None and batch.anchors.device.type == "cpu" else None,
+            worth,
             self.lap,
         )
-        self.lap("Markov loop")
+
+    def judge(self, draft: Draft) -> tuple[Tensor, list[int]]:
+        """How many tokens of a draft to verify of each row: [R] on the device, and here."""
         if self.trace is not None:
             self.trace(draft)
         if self.decide is None:
-            return draft, torch.full_like(batch.anchors, self.k), [self.k] * rows
+            limits = draft.tokens.new_full(draft.tokens.shape[:1], self.k)
+            return limits, [self.k] * len(limits)
         limits = self.decide(draft.confidence)
-        if self.pause is not None:
+        if self.pause is not None and self.drafter is not None:
             self.pause.drafted(calibrated(draft.confidence, self.drafter).sigmoid(), limits)
         lengths: list[int] = limits.tolist()
         self.lap("schedule")
-        return draft, limits, lengths
+        return limits, lengths
 
-    def _verify(
+    def verify(
         self,
         batch: Batch,
         draft: Draft | None,
         drafted: Tensor,
         limits: Tensor,
-        lengths: list[int],
+        packing: Packing | None = None,
+    ) -> Tensor:
+        """Run the target over anchors and `drafted` [R, W], of which `limits` [R] of a row count.
+
+        The host waits for nothing.
+
+        Returns:
+            what a step's transfer to the host holds of each row: how many draft tokens were accepted,
+            its limit, the draft tokens and the token that follows (marked where something is not
+            finite, see `finite`): [R, W + 3] integers.
+        """
+        accepted, following = self._accept(batch, draft, drafted, limits, packing)
+        if draft is not None:
+            following = marked_draft(following, draft.hidden)
+        return torch.cat([accepted[:, None], limits[:, None], drafted, following[:, None]], dim=1)
+
+    def _accept(
+        self,
+        batch: Batch,
+        draft: Draft | None,
+        drafted: Tensor,
+        limits: Tensor,
+        packing: Packing | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the target over anchors and `drafted` [R, width]; accepted counts, next tokens [R]."""
-        width, device = drafted.shape[1], drafted.device
-        packing = None
-        if self.target.packs and min(lengths) < width:
-            packing = Packing.of([length + 1 for length in lengths], device)
-        positions = batch.starts[:, None] + torch.arange(width + 1, device=device)
+        """Accepted counts and next tokens [R]; see `verify`."""
+        rows, width = drafted.shape
+        positions = batch.starts[:, None] + torch.arange(width + 1, device=drafted.device)
         tokens = torch.cat([batch.anchors[:, None], drafted], dim=1)
-        here = slice(0, len(lengths))
-        states, taps = self.forward(here, tokens, positions, batch.longest + width + 1, packing)
+        here = slice(0, rows)
+        states, taps = self.forward(here, tokens, positions, batch.length(width + 1), packing)
         self.lap("verify: layers")
         if self.drafter is not None and taps is not None:
             owners = None

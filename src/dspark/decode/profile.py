@@ -15,7 +15,11 @@ from typing import Any
 import click
 import torch
 
+from dspark.config import CudaGraphs
+from dspark.decode.draft import Worth
 from dspark.decode.engine import Engine, Request
+from dspark.decode.graphs import Graphs, graphs_for
+from dspark.decode.sampling import Sampling
 from dspark.decode.schedule import (
     StepCurve,
     fit_curve,
@@ -39,13 +43,18 @@ def step_curve(
     k: int,
     concurrency: int,
     tokens: Sequence[int],
+    cuda_graphs: CudaGraphs = CudaGraphs.auto,
 ) -> StepCurve:
     """The curve kept in `folder` for this `identity`, or one that is measured now and kept.
 
     Args:
         identity: device, models, versions: what else decides how long a step takes.
+        cuda_graphs: as the run has it.
     """
     identity = {**identity, "k": k, "concurrency": concurrency}
+    graphs = graphs_for(cuda_graphs, target.device)
+    if graphs is not None:
+        identity["cuda_graphs"] = True
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = folder / f"steps-{name}.json"
     curve = read_curve(path, identity)
@@ -53,13 +62,18 @@ def step_curve(
         click.echo(
             f"timing engine steps (k = {k}, concurrency {concurrency}) for '{path}'", err=True
         )
-        curve = profile_steps(target, drafter, k, concurrency, tokens)
+        curve = profile_steps(target, drafter, k, concurrency, tokens, graphs)
         write_curve(path, curve, identity)
     return curve
 
 
 def profile_steps(
-    target: Target, drafter: DSparkDrafter, k: int, concurrency: int, tokens: Sequence[int]
+    target: Target,
+    drafter: DSparkDrafter,
+    k: int,
+    concurrency: int,
+    tokens: Sequence[int],
+    graphs: Graphs | None = None,
 ) -> StepCurve:
     """Measure the steps of one device: every width 0..k at full concurrency, and a lone row's.
 
@@ -67,6 +81,7 @@ def profile_steps(
 
     Args:
         tokens: ids to make contexts from, any text will do.
+        graphs: what steps run as, captured before they are timed; None: operation by operation.
     """
     kinds = {(rows, width) for rows in {1, concurrency} for width in (PLAIN, 0, k)}
     kinds |= {(concurrency, width) for width in range(k + 1)}
@@ -74,9 +89,18 @@ def profile_steps(
     room = min(ROUNDS * len(kinds) * (k + 1), target.max_positions - context)
     text = list(tokens) * (context * (concurrency + 1) // max(1, len(tokens)) + 1)
     engines = {
-        rows: Engine(target, drafter, k=k, concurrency=rows, capacity=context + room)
+        rows: Engine(target, drafter, k=k, concurrency=rows, capacity=context + room, graphs=graphs)
         for rows in {1, concurrency}
     }
+
+    def verify_all(width: int) -> Worth:
+        return lambda confidence: torch.full(
+            confidence.shape[:1], min(width, confidence.shape[1]), device=target.device
+        )
+
+    for engine in engines.values():
+        engine.decide = verify_all(k)
+        engine.capture(Sampling())
 
     def time_step(kind: tuple[int, ...]) -> float:
         rows, width = kind
@@ -85,9 +109,7 @@ def profile_steps(
             start = context * engine.active
             ids = text[start : start + context]
             engine.admit(Request("profile", engine.active, ids, room), 0.0)
-        engine.decide = lambda confidence: torch.full(
-            confidence.shape[:1], min(width, confidence.shape[1]), device=target.device
-        )
+        engine.decide = verify_all(width)
         begun = engine.clock()
         engine.step(drafting=width != PLAIN)
         return engine.clock() - begun
