@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 OUTPUTS = ("environment.json", "lossless.json", "requests.parquet")  # of bench and merge
 JOURNALS = ("journal-*.jsonl", "journal-*.usage")  # of a job that is not done yet
 # Facts of the environment that decide the numbers, beside the job's inputs.
-DECIDING = ("device", "precision", "threads", "torch", "transformers", "dspark")
+DECIDING = ("device", "precision", "threads", "kernels", "torch", "transformers", "dspark")
 
 
 def prepare(config: Path, store: Path, out: Path, trained: Path | None = None) -> None:
@@ -96,6 +96,7 @@ def bench(
         describe,
         resolve_device,
         resolve_precision,
+        set_kernels,
         set_threads,
     )
     from dspark.decode.journal import job_identity
@@ -109,6 +110,7 @@ def bench(
         _remove(folder, *(f"{name}.*.part" for name in OUTPUTS))  # a kill left them half written
         device = resolve_device(job_config.engine.device)
         set_threads(job_config.engine.threads or threads)
+        set_kernels(job_config.engine, device)
         model_files = [models / name for name in ("target.json", "drafter.json")]
         prepared = [PreparedModel.read(path) for path in model_files]
         environment = describe(device, digest(job_config))
@@ -153,6 +155,7 @@ def profile(
         describe,
         resolve_device,
         resolve_precision,
+        set_kernels,
         set_threads,
     )
     from dspark.decode.parts import PARTS, read_bandwidth
@@ -166,6 +169,7 @@ def profile(
         raise UserError(f"'{config}' has no run '{run}' beside its baseline: {nearest(run, arms)}")
     device = resolve_device(job_config.engine.device)
     set_threads(job_config.engine.threads or threads)
+    set_kernels(job_config.engine, device)
     prepared = [PreparedModel.read(models / f"{name}.json") for name in ("target", "drafter")]
     environment = describe(device, digest(job_config))
     job_config.engine.precision = resolve_precision(job_config.engine.precision, device)
@@ -286,7 +290,14 @@ def _step_curves(
     ]
     return {
         name: step_curve(
-            profiles, identity, target, drafter, run.k, config.engine.concurrency, text
+            profiles,
+            identity,
+            target,
+            drafter,
+            run.k,
+            config.engine.concurrency,
+            text,
+            config.engine.cuda_graphs,
         )
         for name, run in config.runs.items()
         if run.schedule
@@ -311,7 +322,7 @@ def _measure(job: Job, folder: Path, shard: int, environment: Mapping[str, Any])
             record.shard = shard
         verdicts = _lossless(job, records)
         keep_usage(journal, folder / USAGE)
-        _write_job(folder, records, verdicts, environment)
+        _write_job(folder, records, verdicts, {**environment, "cuda_graphs": job.cuda_graphs})
     _remove(folder, *JOURNALS)
 
 
@@ -433,6 +444,8 @@ def summarise(folder: Path, models: Path) -> None:
         "device": environment["device"],
         "device_uuid": environment["device_uuid"],
         "threads": environment["threads"],
+        "cuda_graphs": environment["cuda_graphs"],
+        "kernels": environment["kernels"],
         "git_sha": environment["git_sha"],
         "git_dirty": environment["git_dirty"],
         "target": target.name,

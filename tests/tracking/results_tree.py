@@ -47,6 +47,8 @@ ENVIRONMENT = {
     "device_uuid": None,
     "precision": "float32",
     "threads": 4,
+    "cuda_graphs": False,
+    "kernels": False,
     "git_sha": SHA,
     "git_dirty": False,
     "dspark": "0.1.0",

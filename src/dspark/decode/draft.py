@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.decode.cache import SlotCache
 from dspark.decode.sampling import Sampling, draw, probabilities
+from dspark.kernels.switch import kernels_used
 from dspark.models.drafter import DSparkDrafter
 
 HEAD_ROWS = (
@@ -27,7 +28,7 @@ class Draft:
     tokens: Tensor  # [R, n]
     probs: Tensor | None  # [R, n, V] float32, what each token was drawn from; None when all greedy
     confidence: Tensor  # [R, n] float32 logits; [R, n + 1] when the next token was not worth it
-    logits: Tensor  # [R, n, Vd], Markov-corrected
+    logits: Tensor  # [R, n, Vd], Markov-corrected; empty where a kernel chose, which writes none
     hidden: Tensor  # [R, B, D], after the final norm
 
 
@@ -109,6 +110,10 @@ def choose_tokens(
     """
     rows, head, lm_head = anchors.shape[0], drafter.markov_head, drafter.lm_head
     greedy = all(row.greedy for row in sampling)
+    # A weight that is packed for a CPU (where Triton is interpreted) no kernel can read.
+    fused = greedy and kernels_used() and isinstance(head.markov_w2, nn.Linear)
+    if fused:
+        from dspark.kernels.markov_argmax import markov_argmax
     # A weight is read once for several positions; those that are never asked for cost their rows.
     chunk = k if worth is None else max(1, HEAD_ROWS // rows)
     previous, state = anchors, head.initial_state(rows)
@@ -121,15 +126,19 @@ def choose_tokens(
             here = hidden[:, position : min(position + chunk, k)]
             base = lm_head(here.to(lm_head.weight.dtype)).to(hidden.dtype)
         latent, state = head.latent(hidden[:, position], previous, state)
-        corrected = base[:, position % chunk] + head.bias(latent)
-        if greedy:
-            chosen = drafter.to_target(corrected.argmax(-1))
+        if fused:
+            best = markov_argmax(base[:, position % chunk], latent, head.markov_w2.weight)
+            chosen = drafter.to_target(best)
         else:
-            assert uniforms is not None
-            probs.append(drafter.spread(probabilities(corrected[:, None], sampling)[:, 0]))
-            chosen = draw(probs[-1], uniforms[:, position])
+            logits.append(base[:, position % chunk] + head.bias(latent))
+            if greedy:
+                chosen = drafter.to_target(logits[-1].argmax(-1))
+            else:
+                assert uniforms is not None
+                corrected = logits[-1][:, None]
+                probs.append(drafter.spread(probabilities(corrected, sampling)[:, 0]))
+                chosen = draw(probs[-1], uniforms[:, position])
         tokens.append(chosen)
-        logits.append(corrected)
         previous = chosen
     return Draft(
         tokens=torch.stack(tokens, dim=1) if tokens else anchors.new_empty(rows, 0),

@@ -14,8 +14,9 @@ import psutil
 import torch
 
 import dspark
-from dspark.config import Device, Precision
+from dspark.config import Device, EngineConfig, Precision
 from dspark.errors import UserError
+from dspark.kernels.switch import interpreting, kernels_used, use_kernels
 from dspark.models.packed import can_pack, pack, packed_linear
 
 
@@ -72,6 +73,42 @@ def set_threads(threads: int | None) -> int:
     return count
 
 
+def set_kernels(engine: EngineConfig, device: str) -> None:
+    """Let the decoding steps of this process run on the Triton kernels, or not, as the engine says.
+
+    Triton's interpreter (TRITON_INTERPRET=1) runs them on a CPU: slowly, to see what they compute.
+
+    Args:
+        device: the torch device that the engine runs on.
+
+    Raises:
+        UserError: they are asked for and cannot run here.
+    """
+    if engine.kernels:
+        _check_kernels(engine.precision, device)
+    use_kernels(engine.kernels)
+
+
+def _check_kernels(precision: Precision, device: str) -> None:
+    if _version("triton") is None:
+        raise UserError(
+            "engine.kernels is true and triton is not installed: install PyTorch's build for your GPU, "
+            "which brings it along, or set engine.kernels=false"
+        )
+    interpreted = interpreting()
+    if device != "cuda" and not interpreted:
+        raise UserError(
+            f"engine.kernels is true and there are none for {device}: set engine.kernels=false, or "
+            "engine.device=cuda where there is a GPU"
+        )
+    if interpreted and precision is not Precision.float32:
+        raise UserError(
+            f"engine.kernels is true, TRITON_INTERPRET is set and engine.precision is "
+            f"{precision.value}: the interpreter computes bfloat16 wrongly, set "
+            "engine.precision=float32 or unset TRITON_INTERPRET"
+        )
+
+
 def describe(device: str, config_digest: str) -> dict[str, Any]:
     """Content of environment.json: device, driver, node, versions, git state, load, config digest."""
     facts: dict[str, Any] = {
@@ -80,7 +117,9 @@ def describe(device: str, config_digest: str) -> dict[str, Any]:
         "device_uuid": None,
         "driver": None,
         "cuda": torch.version.cuda,
+        "cuda_graphs": False,  # what a job's engines come to, see `Job.cuda_graphs`
         "threads": torch.get_num_threads(),
+        "kernels": kernels_used(),
         "cores": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": list(os.getloadavg()),

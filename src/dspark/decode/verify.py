@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark.decode.sampling import draw
+from dspark.kernels.switch import kernels_used
 
 
 def accept_greedy(target: Tensor, drafted: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,6 +22,10 @@ def accept_greedy(target: Tensor, drafted: Tensor, limits: Tensor) -> tuple[Tens
         drafted: draft tokens [R, k].
         limits: how many of each row's draft tokens may be accepted [R].
     """
+    if kernels_used():
+        from dspark.kernels import greedy_accept
+
+        return greedy_accept.accept_greedy(target, drafted, limits)
     match = (drafted == target[:, :-1]) & _within(limits, drafted.shape[1])
     accepted = match.long().cumprod(-1).sum(-1)
     return accepted, target.gather(1, accepted[:, None]).squeeze(1)
@@ -38,6 +43,10 @@ def accept_sampled(
         limits: how many of each row's draft tokens may be accepted [R].
         uniforms: [R, k+1] in [0, 1): one for each test, the last for the token that follows.
     """
+    if kernels_used():
+        from dspark.kernels import rejection
+
+        return rejection.accept_sampled(target, draft, drafted, limits, uniforms)
     width = drafted.shape[1]
     p = target[:, :width].gather(2, drafted[..., None]).squeeze(2)
     q = draft.gather(2, drafted[..., None]).squeeze(2)

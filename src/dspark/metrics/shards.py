@@ -20,6 +20,8 @@ ALIKE = (
     "device",
     "precision",
     "threads",
+    "kernels",
+    "cuda_graphs",
     "omp_wait_policy",
     "gomp_spincount",
     "driver",

@@ -10,7 +10,7 @@ Shapes: R rows, T tokens a row, D hidden size, H heads, G key/value heads, h hea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dspark.kernels.switch import kernels_used
 from dspark.models.attention import Packing, attend
 from dspark.models.packed import can_pack, pack, packed_linear
 
+WIDEST = 16  # tokens a row that kernels are made for: a prompt is left to PyTorch
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}  # pre-norm, RMSNorm, gated MLP, q/k norm or none
 
 
@@ -75,9 +77,9 @@ class Norm:
 class FusedLayer:
     """One decoder layer, made from transformers' module, which is emptied of its weights."""
 
-    def __init__(self, index: int, layer: Any, kind: str) -> None:
+    def __init__(self, index: int, layer: Any, kind: str, window: int | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.index, self.kind = index, kind
+        self.index, self.kind, self.window = index, kind, window
         self.head_dim: int = attention.head_dim
         self.heads = attention.q_proj.out_features // self.head_dim
         self.groups = attention.k_proj.out_features // self.head_dim
@@ -120,6 +122,13 @@ class FusedLayer:
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
         return self.down(self.activation(gate) * up, residual=x)
 
+    @property
+    def norms(self) -> tuple[Norm, Norm] | None:
+        """Of queries and of keys; None where the family has none."""
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        return self.query_norm, self.key_norm
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value of all that was taken out of transformers' module."""
         for name in ("qkv", "out", "gate_up", "down"):
@@ -133,14 +142,18 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """All layers. Same arguments and results as `Target.forward`."""
+    """All layers. Same arguments and results as `Target.forward`.
 
-    def __init__(self, decoder: Any, config: Any) -> None:
+    Args:
+        windows: see `Target.windows`.
+    """
+
+    def __init__(self, decoder: Any, config: Any, windows: Mapping[str, int | None]) -> None:
         self.embed, self.rotary = decoder.embed_tokens, decoder.rotary_emb
         self.norm = Norm.of(decoder.norm)
         kinds = getattr(config, "layer_types", None) or ["all"] * len(decoder.layers)
         self.layers = [
-            FusedLayer(index, layer, kind)
+            FusedLayer(index, layer, kind, windows[kind])
             for index, (layer, kind) in enumerate(zip(decoder.layers, kinds, strict=True))
         ]
         self.repeats = self.layers[0].heads // self.layers[0].groups
@@ -154,6 +167,11 @@ class FusedDecoder:
         taps: Sequence[int] = (),
         packing: Packing | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        width = tokens.shape[1] if packing is None else packing.width
+        if kernels_used() and width <= WIDEST:
+            from dspark.kernels.layers import run_layers
+
+            return run_layers(self, tokens, positions, cache, taps, packing)
         x = self.embed(tokens)
         rope = rope_factors(self.rotary, x, positions)
         ready = {kind: self._additive(mask, x.dtype) for kind, mask in masks.items()}

@@ -61,7 +61,7 @@ class Target:
     def pack(self) -> None:
         """Lay the weights out for decoding on a CPU: faster, and no more to be trained or saved."""
         if self.config.model_type in FAMILIES:
-            self.fused = FusedDecoder(self.decoder, self.config)
+            self.fused = FusedDecoder(self.decoder, self.config, self.windows)
         else:
             pack_linears(self.decoder)
         self.head = self.head.pack()
