@@ -4,11 +4,12 @@
     python benchmarks/gpu.py --device cpu --shape tiny --precision float32 --rows 1 --rows 4
 
 For each concurrency the plain step and those with k = 3 and 7 drafted by a drafter of the paper's shape
-(5 layers, rank 256, whole vocabulary), run in three ways: eager (operation by operation, with no more work
-than the rows need), static (operation by operation, shapes filled up to buckets) and, on a GPU, graphs (the
-same as CUDA graphs). Beside them how near each is to the time in which the device can read what a step must
-read, and the speedup that follows where positions 1, 2, .. are accepted in the shares --accept of the steps
-(emitted tokens a step over the step's time, against the plain step run in the same way).
+(5 layers, rank 256, whole vocabulary), run in several ways: eager (operation by operation, with no more
+work than the rows need), static (operation by operation, shapes filled up to buckets) and, on a GPU, graphs
+(the same as CUDA graphs), on PyTorch's operations and on the Triton kernels. Beside them how near each is
+to the time in which the device can read what a step must read, and the speedup that follows where positions
+1, 2, .. are accepted in the shares --accept of the steps (emitted tokens a step over the step's time,
+against the plain step run in the same way).
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from dspark.decode.engine import Engine, Request, Row
 from dspark.decode.graphs import Graphs, graphs_for
 from dspark.decode.parts import read_bandwidth, step_bytes
 from dspark.decode.sampling import request_generator
+from dspark.kernels.switch import use_kernels
 from dspark.train.start import new_drafter
 
 CONTEXT = 512
 STEPS, WARMUP = 7, 2  # the first of these captures
-SECONDS = 0.7  # of timed steps a line: then three are enough
+SECONDS = 0.4  # of timed steps a line: then three are enough
 # Share of steps that accept positions 1 to 7, of a DSpark drafter on gsm8k (vLLM pull request 52197).
 ACCEPT = (0.901, 0.795, 0.667, 0.550, 0.436, 0.327, 0.225)
 
@@ -94,7 +96,8 @@ def _lines(
         plain: dict[str, float] = {}
         for k in (0, 3, 7):
             emitted = 1 + sum(accept[:k])
-            for way, graphs in _ways(target.device).items():
+            for way, (graphs, kernels) in _ways(target.device).items():
+                use_kernels(kernels)
                 engine = Engine(
                     target,
                     drafter if k else None,
@@ -115,11 +118,14 @@ def _lines(
                 )
 
 
-def _ways(device: torch.device) -> dict[str, Graphs | None]:
-    """How steps can be run here, and with which graphs."""
-    ways: dict[str, Graphs | None] = {"eager": None, "static": None}
-    graphs = graphs_for(CudaGraphs.auto, device)
-    return ways if graphs is None else {**ways, "graphs": graphs}
+def _ways(device: torch.device) -> dict[str, tuple[Graphs | None, bool]]:
+    """How steps can be run here: with which graphs, and whether on the Triton kernels."""
+    ways: dict[str, tuple[Graphs | None, bool]] = {"eager": (None, False), "static": (None, False)}
+    for name, kernels in (("graphs", False), ("graphs, kernels", True)):
+        graphs = graphs_for(CudaGraphs.auto, device)
+        if graphs is not None:
+            ways[name] = graphs, kernels
+    return ways
 
 
 def _step_seconds(engine: Engine) -> float:
