@@ -2,6 +2,7 @@
 
     python benchmarks/overhead.py                    # 500 requests, two arms: ten minutes on two cores
     python benchmarks/overhead.py --requests 8
+    python benchmarks/overhead.py --keep results/overhead && python benchmarks/predicted.py results/overhead
 
 Runs an experiment of its own in a copy of the checkout (Snakemake, jobs, tracking and all; the target was
 prepared before, as it is from the second experiment on) and sets the wall time of the whole command
@@ -47,7 +48,8 @@ datasets:
 @click.option("--tokens", default=32, show_default=True, help="New ones of each request.")
 @click.option("--concurrency", default=4, show_default=True)
 @click.option("--precision", default="bfloat16", show_default=True)
-def main(requests: int, tokens: int, concurrency: int, precision: str) -> None:
+@click.option("--keep", type=click.Path(path_type=Path), help="A new folder for the results.")
+def main(requests: int, tokens: int, concurrency: int, precision: str, keep: Path | None) -> None:
     """Run it and print what was measured and what stood around it."""
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder) / "dspark"
@@ -66,7 +68,10 @@ def main(requests: int, tokens: int, concurrency: int, precision: str) -> None:
         begun = time.perf_counter()
         subprocess.run(command, cwd=checkout, check=True, stdout=subprocess.DEVNULL)
         whole = time.perf_counter() - begun
-        measured = _measured(checkout / "results" / "overhead" / "gsm8k")
+        results = checkout / "results" / "overhead"
+        measured = _measured(results / "gsm8k")
+        if keep is not None:
+            shutil.copytree(results, keep)
     around = whole - measured
     click.echo(
         "| requests a cell | cells | tokens each | whole, s | measured, s | around, s | share |"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import mlflow
@@ -36,6 +38,22 @@ def test_outputs_are_identical_in_float32(finished: Checkout) -> None:
             RUNS[1:], "identical"
         )
     assert "identical to baseline" in (finished.results / "table.md").read_text()
+
+
+def test_speedups_stand_beside_what_acceptance_and_step_times_predict(finished: Checkout) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "predicted.py"
+    done = subprocess.run(
+        [sys.executable, script, finished.results], capture_output=True, text=True, check=True
+    )
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    assert [line[:2] for line in lines] == [[d, r] for d in DATASETS for r in RUNS[1:]]
+    for dataset, run, delivered, _, predicted, measured, flying, apart in lines:
+        summary = json.loads((finished.results / dataset / run / "summary.json").read_text())
+        assert float(delivered) == pytest.approx(summary["accept_len_delivered"], abs=5e-4)
+        assert float(measured[:-1]) == pytest.approx(summary["speedup"], abs=5e-4)
+        ratio = float(measured[:-1]) / float(predicted[:-1])
+        assert float(apart[:-1]) / 100 == pytest.approx(ratio - 1, abs=0.01)
+        assert 0 < float(flying) <= 4.01
 
 
 def test_finished_run_plans_nothing(finished: Checkout) -> None:
