@@ -23,7 +23,8 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Path) -> Iterator[Checkout]:
     """The experiment `tiny`, run to its table. Tests must leave it as they found it."""
     checkout = copy_checkout(tmp_path_factory.mktemp("checkout") / "dspark", tiny_pair)
-    checkout.snakemake("--config", "experiment=tiny")
+    done = checkout.snakemake("--config", "experiment=tiny")
+    assert "The table is results/tiny/table.md" in done.stderr
     yield checkout
 
 
