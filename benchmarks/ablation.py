@@ -1,7 +1,7 @@
 """What a drafter's shape, data and losses are worth: short trainings that differ in one thing each.
 
     dspark train --out results/training/smollm2                    # or its stages synthesise and cache
-    python benchmarks/ablation.py results/training/smollm2/cache  # ten minutes each on two cores
+    python benchmarks/ablation.py results/training/smollm2/cache  # six to nine CPU minutes each
     python benchmarks/ablation.py CACHE --only base --only layers1
 
 Every variant starts from the same conversations, steps and anchors as `base`, unless it is about these.

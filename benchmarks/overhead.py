@@ -1,6 +1,6 @@
 """What the pipeline around the decoder costs: a cell of many requests, from command to table.
 
-    python benchmarks/overhead.py                    # 500 requests, two arms: ten minutes on two cores
+    python benchmarks/overhead.py                    # 500 requests, two arms: six minutes on two cores
     python benchmarks/overhead.py --requests 8
     python benchmarks/overhead.py --keep results/overhead && python benchmarks/predicted.py results/overhead
 
@@ -27,7 +27,7 @@ from dspark.data.builtin import builtin_prompts
 from dspark.data.prompts import Prompt, write_prompts
 from dspark.decode.records import RequestRecord
 from dspark.metrics.records_io import read_records
-from dspark.metrics.timing import windows_s
+from dspark.metrics.timing import laid_end_to_end
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("Snakefile", "workflow", "config", "profiles", "src", "environment.yml")
@@ -104,7 +104,7 @@ def _measured(folder: Path) -> float:
     arms: dict[str, list[RequestRecord]] = defaultdict(list)
     for record in read_records(folder / "requests.parquet"):
         arms[record.run].append(record)
-    return sum(seconds for records in arms.values() for seconds in windows_s(records).values())
+    return sum(laid_end_to_end(records)[1] for records in arms.values())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import click
 from dspark.decode.records import RequestRecord
 from dspark.metrics.cell import BASELINE, CellSummary, read_summary
 from dspark.metrics.records_io import read_records
-from dspark.metrics.timing import by_shard, latency_s, windows_s
+from dspark.metrics.timing import laid_end_to_end, latency_s
 
 
 def prefill_seconds(records: Sequence[RequestRecord]) -> float:
@@ -67,7 +67,7 @@ def _line(cell: CellSummary, base: list[RequestRecord], arm: list[RequestRecord]
     predicted = busy_seconds(base, cell.concurrency, cell.step_ms_baseline, 1.0) / busy_seconds(
         arm, cell.concurrency, cell.step_ms_spec, cell.accept_len_delivered
     )
-    measured = sum(sum(windows_s(part).values()) for part in by_shard(arm).values())
+    _, measured = laid_end_to_end(arm)
     flying = sum(map(latency_s, arm)) / measured
     return (
         f"| {cell.dataset} | {cell.run} | {cell.accept_len_delivered:.3f} "
