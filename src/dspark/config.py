@@ -109,6 +109,13 @@ class ConfidenceLabel(Enum):
     agreement = "agreement"  # whether the likeliest draft token is the target's: greedy acceptance
 
 
+class TrainOptimizer(Enum):
+    """What turns gradients into steps."""
+
+    adamw = "adamw"  # the paper's
+    muon = "muon"  # the layers' matrices by Muon, the rest by AdamW: fewer steps, each dearer
+
+
 @dataclass
 class DrafterShape:
     """The network of a drafter that is trained from nothing. Width and heads are the target's."""
@@ -145,7 +152,8 @@ class TrainConfig:
     batch: int = 8  # conversations a device and forward pass
     accumulate: int = 1  # passes a step
     anchors: int = 24  # blocks drawn from each conversation
-    lr: float = 6e-4  # AdamW's, at its highest
+    optimizer: TrainOptimizer = TrainOptimizer.adamw
+    lr: float = 6e-4  # learning rate at its highest
     schedule: LearningRate = LearningRate.cosine
     warmup: float = 0.04  # share of all steps
     grad_clip: float = 1.0  # the gradient's greatest norm
@@ -154,6 +162,8 @@ class TrainConfig:
     weight_confidence: float = 1.0  # binary cross-entropy of the confidence
     confidence_label: ConfidenceLabel = ConfidenceLabel.survival
     decay: float = 4.0  # position t of a block weighs exp(-t / decay)
+    draw_slots: bool = False  # draw positions that weigh little instead of computing them all
+    compile: bool = False  # torch.compile for the losses: needs a C++ compiler
     validate_every: int = 200  # steps; a checkpoint to resume from is written as often
     patience: int = 0  # stop after so many validations without a longer accept length; 0: never
     seed: int = 0  # of prompts, drawn anchors and the drafter's start

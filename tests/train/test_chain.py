@@ -129,6 +129,16 @@ def test_one_call_makes_a_calibrated_drafter_of_nothing(models: ModelsConfig, ma
     assert "<svg" in (made / "reliability.svg").read_text()
 
 
+def test_what_validates_is_drawn_from_all_conversations(models: ModelsConfig, made: Path) -> None:
+    """Own prompts come first in the file, and what comes first in the cache validates."""
+    written = read_conversations(made / "conversations.jsonl")[: trained_with(models).prompts]
+    in_file = [item.prompt_ids + item.response_ids for item in written]
+    cache = StateCache(made / "cache")
+    in_cache = [cache[index].ids.tolist() for index in range(len(cache))]
+    assert sorted(in_cache) == sorted(in_file)
+    assert in_cache[: len(OWN)] != in_file[: len(OWN)]
+
+
 def test_the_finished_checkpoint_is_the_best_with_its_calibration(
     models: ModelsConfig, made: Path
 ) -> None:

@@ -42,9 +42,9 @@ def trained_a_little(target: Target, seed: int) -> tuple[DSparkDrafter, torch.op
 def test_weights_moments_and_progress_come_back(target: Target, tmp_path: Path) -> None:
     drafter, optimizer = trained_a_little(target, 0)
     progress = Progress("mine", step=7, best=2.25, stale=3)
-    save_progress(tmp_path, progress, drafter, optimizer)
+    save_progress(tmp_path, progress, drafter, [optimizer])
     other, fresh = trained_a_little(target, 1)
-    assert load_progress(tmp_path, "mine", other, fresh) == progress
+    assert load_progress(tmp_path, "mine", other, [fresh]) == progress
     for name, value in drafter.state_dict().items():
         assert other.state_dict()[name].equal(value), name
     states, again = optimizer.state_dict()["state"], fresh.state_dict()["state"]
@@ -59,7 +59,7 @@ def test_what_is_not_this_runs_progress_is_a_fresh_start(
     target: Target, tmp_path: Path, broken: str
 ) -> None:
     drafter, optimizer = trained_a_little(target, 0)
-    save_progress(tmp_path, Progress("mine", step=7), drafter, optimizer)
+    save_progress(tmp_path, Progress("mine", step=7), drafter, [optimizer])
     file = tmp_path / FILE
     if broken == "absent":
         file.unlink()
@@ -70,7 +70,7 @@ def test_what_is_not_this_runs_progress_is_a_fresh_start(
     run = "other" if broken == "other" else "mine"
     other, fresh = trained_a_little(target, 1)
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    assert load_progress(tmp_path, run, other, fresh) == Progress(run)
+    assert load_progress(tmp_path, run, other, [fresh]) == Progress(run)
     assert all(value.equal(before[name]) for name, value in other.state_dict().items())
     assert asdict(Progress(run)) == {"run": run, "step": 0, "best": 0.0, "stale": 0}
 

@@ -372,10 +372,34 @@ def one_step(
     before = torch.nn.utils.parameters_to_vector(drafter.parameters()).detach().clone()
     model = BlockLoss(drafter, config, scale_of(states))
     optimizer = torch.optim.SGD(drafter.parameters(), lr=1.0)
-    terms, tokens = train_step(model, optimizer, iter(batches), config, target.device)
+    terms, tokens = train_step(model, [optimizer], iter(batches), config, target)
     assert tokens == sum(batch.ids.numel() for batch in batches)
     after = torch.nn.utils.parameters_to_vector(drafter.parameters()).detach()
     return terms, before - after
+
+
+def test_compiled_losses_are_the_losses(target: Target, states: StateCache) -> None:
+    terms, changes = zip(
+        *(
+            one_step(target, states, [some_batch(states)], settings(compile=compiled))
+            for compiled in (False, True)
+        ),
+        strict=True,
+    )
+    torch.testing.assert_close(terms[1], terms[0])
+    torch.testing.assert_close(changes[1], changes[0], atol=1e-6, rtol=1e-4)
+
+
+def test_a_step_of_a_bfloat16_target_goes_where_a_float32_one_goes(
+    target: Target, target_path: Path, states: StateCache
+) -> None:
+    half = load_target(target_path, "cpu", torch.bfloat16)
+    batch = some_batch(states)
+    exact = one_step(target, states, [batch], settings(grad_clip=1e9))
+    rounded = one_step(half, states, [batch], settings(grad_clip=1e9))
+    torch.testing.assert_close(rounded[0], exact[0], atol=0.02, rtol=0.02)
+    assert torch.cosine_similarity(rounded[1], exact[1], dim=0) > 0.98
+    assert not rounded[1].equal(exact[1])
 
 
 # --------------------------------------------------------------------------- how long

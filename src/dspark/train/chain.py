@@ -12,6 +12,7 @@ when it is done:
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -113,6 +114,8 @@ def _evaluation_turns() -> list[str]:
 
 def _cache(target: Target, train: TrainConfig, out: Path) -> None:
     conversations = read_conversations(out / "conversations.jsonl")[: train.prompts]
+    # Own prompts come first in the file, and the first conversations validate and calibrate.
+    random.Random(train.seed).shuffle(conversations)
     shape = train.shape
     write_cache(
         target,

@@ -69,5 +69,15 @@ def dspark_loss(
     return Losses(total, ce.detach(), l1.detach(), sure.detach())
 
 
+def slot_weights(offsets: Tensor, config: TrainConfig) -> Tensor:
+    """Weights [N] of slots at these places in their blocks; where some are drawn, at least a half.
+
+    A slot of weight w is then drawn with probability min(1, 2w) (see `draw_slots`), so the sum over
+    the drawn ones is the sum over all on average.
+    """
+    weights = torch.exp(-offsets / config.decay)
+    return weights.clamp_min(0.5) if config.draw_slots else weights
+
+
 def _mean(term: Tensor, weights: Tensor) -> Tensor:
     return (weights * term).sum() / (weights.sum() + 1e-6)

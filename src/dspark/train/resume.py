@@ -1,4 +1,4 @@
-"""What a training run needs to go on after a kill: weights, optimizer state, step, best so far.
+"""What a training run needs to go on after a kill: weights, optimizers' state, step, best so far.
 
 One safetensors file, written aside and renamed. Its metadata names the run that it belongs to: with
 other settings or other states training starts anew.
@@ -7,14 +7,15 @@ other settings or other states training starts anew.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dspark.files import written_aside
 
@@ -32,7 +33,7 @@ class Progress:
 
 
 def save_progress(
-    folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer
+    folder: Path, progress: Progress, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
     """Write `folder`/progress.safetensors.
 
@@ -40,8 +41,9 @@ def save_progress(
         UserError: it cannot be written.
     """
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    for index, state in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
+    for number, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer{number}.{index}.{name}": value for name, value in state.items()}
     whole = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     metadata = {"format": "pt", "progress": json.dumps(asdict(progress))}
     with written_aside(folder / FILE) as aside:
@@ -49,7 +51,7 @@ def save_progress(
 
 
 def load_progress(
-    folder: Path, run: str, model: nn.Module, optimizer: torch.optim.Optimizer
+    folder: Path, run: str, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> Progress:
     """Load what `save_progress` wrote for the same `run`; a fresh start when there is none."""
     try:
@@ -61,12 +63,13 @@ def load_progress(
     except (OSError, SafetensorError):
         return Progress(run)
     model.load_state_dict(_part(tensors, "model."))
-    states: dict[int, dict[str, Tensor]] = {}
-    for name, value in _part(tensors, "optimizer.").items():
-        index, field = name.split(".")
-        states.setdefault(int(index), {})[field] = value
-    whole: dict[str, Any] = optimizer.state_dict()
-    optimizer.load_state_dict({**whole, "state": states})
+    for number, optimizer in enumerate(optimizers):
+        states: dict[int, dict[str, Tensor]] = {}
+        for name, value in _part(tensors, f"optimizer{number}.").items():
+            index, field = name.split(".")
+            states.setdefault(int(index), {})[field] = value
+        whole: dict[str, Any] = optimizer.state_dict()
+        optimizer.load_state_dict({**whole, "state": states})
     return progress
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from dspark.config import LearningRate, TrainConfig, digest
 from dspark.decode.sampling import named_generator
@@ -28,11 +29,19 @@ from dspark.models.checkpoint import save_drafter
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target
 from dspark.progress import Bar
-from dspark.train.blocks import Batch, block_hidden, draw_anchors, flatten_slots, make_batch
+from dspark.train.blocks import (
+    Batch,
+    block_hidden,
+    draw_anchors,
+    draw_slots,
+    flatten_slots,
+    make_batch,
+)
 from dspark.train.cache import StateCache
 from dspark.train.curve import Curve
 from dspark.train.evaluate import draft_response, walk
-from dspark.train.loss import dspark_loss
+from dspark.train.loss import dspark_loss, slot_weights
+from dspark.train.optimizers import make_optimizers, set_rate
 from dspark.train.resume import Progress, load_progress, save_progress
 from dspark.train.start import (
     fold_tap_scale,
@@ -61,6 +70,7 @@ class BlockLoss(nn.Module):
         self.drafter, self.config = drafter, config
         # No gradient passes a packed head.
         self.head = replace(drafter.lm_head, packed=None)
+        self.losses = torch.compile(self._losses, dynamic=True) if config.compile else self._losses
         self.register_buffer("scale", scale)
         draft_ids = drafter.draft_ids
         known = torch.full((drafter.config.vocab_size,), -1, device=draft_ids.device)
@@ -69,22 +79,37 @@ class BlockLoss(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """[4]: the total, which carries the gradient, then CE, L1 and confidence."""
-        drafter, head = self.drafter, self.head
+        drafter = self.drafter
         hidden = block_hidden(drafter, batch, batch.taps.float() / self.scale)
         slots = flatten_slots(drafter, hidden, batch)
-        # The frozen LM head runs in the target's dtype.
-        base = head(slots.hidden.to(head.weight.dtype)).float()
-        draft_logits = base + drafter.markov_head.bias(slots.latents)
-        with torch.no_grad():
-            target_logits = head(slots.teacher.to(head.weight.dtype))
-        losses = dspark_loss(
-            draft_logits,
-            target_logits,
+        confidence = drafter.confidence_logits(slots.hidden, slots.previous)
+        return self.losses(
+            slots.hidden,
+            slots.latents,
+            slots.teacher,
             slots.logz,
-            drafter.confidence_logits(slots.hidden, slots.previous),
+            confidence,
             self.to_draft[slots.labels],
-            torch.exp(-slots.offsets / self.config.decay),
-            self.config,
+            slot_weights(slots.offsets, self.config),
+        )
+
+    def _losses(
+        self,
+        hidden: Tensor,
+        latents: Tensor,
+        teacher: Tensor,
+        logz: Tensor,
+        confidence: Tensor,
+        labels: Tensor,
+        weights: Tensor,
+    ) -> Tensor:
+        # The frozen LM head runs in the target's dtype.
+        base = self.head(hidden.to(self.head.weight.dtype)).float()
+        draft_logits = base + self.drafter.markov_head.bias(latents)
+        with torch.no_grad():
+            target_logits = self.head(teacher.to(self.head.weight.dtype))
+        losses = dspark_loss(
+            draft_logits, target_logits, logz, confidence, labels, weights, self.config
         )
         return torch.stack([losses.total, losses.ce, losses.l1, losses.confidence])
 
@@ -154,7 +179,10 @@ def step_batches(
         generator = named_generator(f"{config.seed}/anchors/{number}")
         items = [cache[training[index]] for index in chosen]
         anchors = [draw_anchors(item, config.anchors, generator) for item in items]
-        yield make_batch(items, anchors, config.shape.block_size)
+        batch = make_batch(items, anchors, config.shape.block_size)
+        if config.draw_slots:
+            batch.valid &= draw_slots(batch.valid.shape, config.decay, generator)
+        yield batch
 
 
 def fit(target: Target, cache: StateCache, config: TrainConfig, out: Path) -> None:
@@ -183,9 +211,9 @@ def fit(target: Target, cache: StateCache, config: TrainConfig, out: Path) -> No
     taps = torch.cat([cache[index].taps[1:] for index in training[:SAMPLE]])
     taps = taps.to(target.device).float()
     scale = tap_scale(taps)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.lr, weight_decay=0.0)
+    optimizers = make_optimizers(drafter, config)
     run = f"{cache.fingerprint}/{digest(config)}/{world.size}"
-    progress = load_progress(out, run, drafter, optimizer)
+    progress = load_progress(out, run, drafter, optimizers)
     if progress.step == 0:
         start_from_bigrams(drafter, target, frequent)
         start_local(drafter, taps / scale, frequent)
@@ -203,10 +231,9 @@ def fit(target: Target, cache: StateCache, config: TrainConfig, out: Path) -> No
     while progress.step < steps and not _stopped(progress, config):
         begun = time.perf_counter()
         rate = learning_rate(progress.step, steps, config)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         batches = step_batches(cache, training, config, progress.step, world)
-        terms, tokens = train_step(model, optimizer, batches, config, target.device)
+        set_rate(optimizers, rate)
+        terms, tokens = train_step(model, optimizers, batches, config, target)
         progress.step += 1
         seen = tokens * world.size / (time.perf_counter() - begun)
         values = dict(zip(("ce", "l1", "confidence"), terms.tolist()[1:], strict=True))
@@ -221,7 +248,7 @@ def fit(target: Target, cache: StateCache, config: TrainConfig, out: Path) -> No
         if progress.step % config.validate_every == 0 or progress.step == steps:
             if curve is not None:
                 _validate(fold_tap_scale(drafter, scale), cache, config, out, progress, curve)
-                save_progress(out, progress, drafter, optimizer)
+                save_progress(out, progress, drafter, optimizers)
             progress = _agreed(progress, world)
     bar.close()
 
@@ -275,26 +302,28 @@ def _validate(
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[Optimizer],
     batches: Iterator[Batch],
     config: TrainConfig,
-    device: torch.device,
+    target: Target,
 ) -> tuple[Tensor, int]:
-    """One optimizer step over `accumulate` passes; the mean terms [4], and tokens that went in."""
-    terms, tokens = torch.zeros(4, device=device), 0
+    """One step over `accumulate` passes; the mean terms [4], and tokens that went in."""
+    terms, tokens = torch.zeros(4, device=target.device), 0
+    kind = target.device.type
     for turn, batch in enumerate(batches):
         last = turn + 1 == config.accumulate
         several = isinstance(model, DistributedDataParallel)
         with (
             # Gradients are shared in the last pass alone.
             model.no_sync() if several and not last else nullcontext(),  # type: ignore[operator]
-            torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda"),
+            torch.autocast(kind, torch.bfloat16, enabled=target.dtype is torch.bfloat16),
         ):
-            losses = model(batch.to(device)) / config.accumulate
+            losses = model(batch.to(target.device)) / config.accumulate
             losses[0].backward()
         terms += losses.detach()
         tokens += batch.ids.numel()
     nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
     return terms, tokens
