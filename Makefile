@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/snakemake --cores $(CORES)
 
 test: $(VENV)/installed lint
-	$(BIN)/pytest -n 4 --dist loadfile
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

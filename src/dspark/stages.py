@@ -231,6 +231,7 @@ def _load_job(
 
     from dspark.data.builtin import warmup_prompts
     from dspark.decode.bench import Job
+    from dspark.decode.draft import check_k
     from dspark.models.checkpoint import load_drafter
     from dspark.models.target import load_target
     from dspark.models.tokenizer import load_tokenizer
@@ -243,7 +244,8 @@ def _load_job(
         click.echo(
             f"drafter '{prepared[1].name}': embedding and LM head are the target's", err=True
         )
-        _check_blocks(config, drafter)
+        for name, run in config.runs.items():  # before anything is timed
+            check_k(run.k, drafter, f"runs.{name}.k")
     for model in (target, drafter):
         if model is not None:
             model.pack()
@@ -251,16 +253,6 @@ def _load_job(
     curves = _step_curves(config, prepared, environment, target, drafter, tokenizer, profiles)
     environment["step_curves"] = {name: curve.points() for name, curve in curves.items()}
     return Job(config, asked, warmup_prompts(), target, drafter, tokenizer, curves)
-
-
-def _check_blocks(config: JobConfig, drafter: DSparkDrafter) -> None:
-    """Refuse a run that wants more than a block, before anything is timed."""
-    for name, run in config.runs.items():
-        if run.k > drafter.block_size:
-            raise UserError(
-                f"runs.{name}.k is {run.k} but the drafter's block_size is {drafter.block_size}: "
-                f"choose k between 1 and {drafter.block_size}"
-            )
 
 
 def _step_curves(

@@ -180,9 +180,8 @@ def run_job(job: Job, journal: Path) -> list[RequestRecord]:
                     job.capture()
                 _warm_up(job, name)
                 warm.add(name)
-                bar.start_t += (
-                    time.perf_counter() - began
-                )  # rate and time left are of what is measured
+                # Rate and time left are of what is measured.
+                bar.start_t += time.perf_counter() - began
             answered: list[RequestRecord] = []
             meter.start()
             for row in _run_block(job, name, left, done[name]):

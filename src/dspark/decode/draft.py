@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dspark.decode.cache import SlotCache
 from dspark.decode.sampling import Sampling, draw, probabilities
+from dspark.errors import UserError
 from dspark.kernels.switch import kernels_used
 from dspark.models.drafter import DSparkDrafter
 
@@ -30,6 +31,19 @@ class Draft:
     confidence: Tensor  # [R, n] float32 logits; [R, n + 1] when the next token was not worth it
     logits: Tensor  # [R, n, Vd], Markov-corrected; empty where a kernel chose, which writes none
     hidden: Tensor  # [R, B, D], after the final norm
+
+
+def check_k(k: int, drafter: DSparkDrafter, name: str = "k") -> None:
+    """Refuse to draft more than a block.
+
+    Raises:
+        UserError: k, which the user knows as `name`, is above the drafter's block_size.
+    """
+    if k > drafter.block_size:
+        raise UserError(
+            f"{name} is {k} but the drafter's block_size is {drafter.block_size}: "
+            f"choose k between 1 and {drafter.block_size}"
+        )
 
 
 def write_context(

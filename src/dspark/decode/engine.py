@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dspark.decode.batch import Batch
 from dspark.decode.cache import SlotCache, causal_mask
-from dspark.decode.draft import Draft, Worth, confident_prefix, propose, write_context
+from dspark.decode.draft import Draft, Worth, check_k, confident_prefix, propose, write_context
 from dspark.decode.finite import check_step, likeliest, marked, marked_draft, target_error
 from dspark.decode.graphs import Graphs
 from dspark.decode.memory import check_slots, slot_bytes
@@ -156,11 +156,8 @@ class Engine:
     ) -> None:
         if k and drafter is None:
             raise UserError(f"k is {k} but there is no drafter: give one, or set k to 0")
-        if drafter is not None and k > drafter.block_size:
-            raise UserError(
-                f"k is {k} but the drafter's block_size is {drafter.block_size}: "
-                f"choose k between 1 and {drafter.block_size}"
-            )
+        if drafter is not None:
+            check_k(k, drafter)
         if capacity > target.max_positions:
             raise UserError(
                 f"a prompt and its output need {capacity} positions but the target's context is "

@@ -16,6 +16,7 @@ from typing import NoReturn
 from dspark.decode.records import RequestRecord
 from dspark.errors import UserError
 from dspark.metrics.cell import BASELINE, CellSummary, DeviceSummary
+from dspark.metrics.pairing import differing_conditions
 from dspark.metrics.rows import (
     LENGTH_DIGITS,
     PERCENT_DIGITS,
@@ -149,9 +150,7 @@ def check_summaries(summaries: Sequence[CellSummary]) -> None:
     - accept_len = 1 + sum of p_i, and = 1 + k * accept_rate at a fixed k;
     - the devices make up the cell, and requests in flight on each of them fit the concurrency, see
       `check_devices`;
-    - all arms of a dataset ran the same number of requests, on prompts with the same sha256
-      (`settings["prompts_sha256"]`), with the same concurrency and precision on the same device
-      (`settings["device"]`) and on equally many devices.
+    - all arms of a dataset were measured alike, see `differing_conditions`.
 
     Raises:
         UserError: a check fails, or a dataset has no baseline.
@@ -168,22 +167,12 @@ def check_summaries(summaries: Sequence[CellSummary]) -> None:
 
 
 def _check_same_conditions(cell: CellSummary, baseline: CellSummary) -> None:
-    pairs = [
-        ("requests", cell.requests, baseline.requests),
-        ("concurrency", cell.concurrency, baseline.concurrency),
-        ("precision", cell.precision, baseline.precision),
-        ("devices", cell.devices, baseline.devices),
-        *[
-            (key, cell.settings.get(key), baseline.settings.get(key))
-            for key in ("prompts_sha256", "device")
-        ],
-    ]
-    for name, ours, theirs in pairs:
-        if ours != theirs:
-            raise UserError(
-                f"cell {cell.dataset}/{cell.run}: {name} is {ours}, the baseline's is {theirs}: "
-                "a speedup needs both measured alike, run the dataset's job again"
-            )
+    found = ", ".join(str(mismatch) for mismatch in differing_conditions(cell, baseline))
+    if found:
+        raise UserError(
+            f"cell {cell.dataset}/{cell.run}: {found} in its baseline: a speedup needs both measured "
+            "alike, run the dataset's job again"
+        )
 
 
 def _check_exact_acceptance(cell: CellSummary) -> None:

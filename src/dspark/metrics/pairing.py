@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +61,16 @@ def mismatches(summaries: Sequence[CellSummary]) -> dict[tuple[str, str], tuple[
     return found
 
 
-def _compare(cell: CellSummary, baseline: CellSummary) -> Iterable[Mismatch]:
+def differing_conditions(cell: CellSummary, baseline: CellSummary) -> Iterator[Mismatch]:
+    """All that was otherwise when a cell was measured than when its baseline was, by name."""
     ours, theirs = _conditions(cell), _conditions(baseline)
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             yield Mismatch(name, ours.get(name), theirs.get(name))
+
+
+def _compare(cell: CellSummary, baseline: CellSummary) -> Iterator[Mismatch]:
+    yield from differing_conditions(cell, baseline)
     if cell.run != BASELINE and cell.speedup > 0:
         own_baseline = cell.output_tok_s / cell.speedup
         if not math.isclose(own_baseline, baseline.output_tok_s, rel_tol=1e-9):
