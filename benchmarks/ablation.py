@@ -50,6 +50,8 @@ VARIANTS = {
     "a quarter of the data": Variant(share=0.25),
     "64 tokens a response": Variant(answer=64),
     "the paper's weights and decay": Variant(("weight_ce=0.1", "decay=4.0")),
+    "Muon": Variant(("optimizer=muon",)),
+    "drawn positions": Variant(("draw_slots=true",)),
     "twice the steps": Variant(steps=2.0),
 }
 
@@ -109,6 +111,8 @@ def main(
             "calibration=1",
             "batch=4",
             "anchors=24",
+            "optimizer=adamw",
+            "draw_slots=false",
             f"epochs={steps * variant.steps / each}",
             f"validate_every={steps}",
             f"shape.target_layer_ids={list(layers)}",

@@ -42,6 +42,7 @@ TRAINING = [
     "held_out=4",
     "calibration=4",
     "epochs=60",
+    "batch=4",
     "anchors=8",
     "lr=5e-3",
     "validate_every=10",
