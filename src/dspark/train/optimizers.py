@@ -20,7 +20,7 @@ NEWTON_SCHULZ = 4  # iterations that make a step orthogonal
 def make_optimizers(drafter: DSparkDrafter, config: TrainConfig) -> list[Optimizer]:
     """The optimizers whose steps together are one step of the drafter."""
     if config.optimizer is TrainOptimizer.adamw:
-        return [AdamW(drafter.parameters(), lr=config.lr, weight_decay=0.0)]
+        return [AdamW(drafter.parameters(), lr=config.lr, weight_decay=0.0, fused=True)]
     hidden = (drafter.fc, drafter.layers)
     matrices = [weight for part in hidden for weight in part.parameters() if weight.ndim == 2]
     taken = {id(weight) for weight in matrices}
@@ -33,7 +33,7 @@ def make_optimizers(drafter: DSparkDrafter, config: TrainConfig) -> list[Optimiz
         ns_steps=NEWTON_SCHULZ,
         adjust_lr_fn="match_rms_adamw",  # so that one learning rate serves both
     )
-    return [muon, AdamW(rest, lr=config.lr, weight_decay=0.0)]
+    return [muon, AdamW(rest, lr=config.lr, weight_decay=0.0, fused=True)]
 
 
 def set_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
