@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_helpers import made_up, shortened
 
-from dspark.config import DrafterShape, TrainConfig
+from dspark.config import DrafterShape
 from dspark.decode.cache import SlotCache
 from dspark.decode.draft import propose, write_context
 from dspark.decode.sampling import Sampling
@@ -22,12 +20,10 @@ from dspark.train.blocks import (
     block_hidden,
     block_mask,
     draw_anchors,
-    draw_slots,
     flatten_slots,
     make_batch,
 )
 from dspark.train.cache import CachedConversation, StateCache
-from dspark.train.loss import slot_weights
 from dspark.train.start import new_drafter
 from dspark.train.states import target_states
 
@@ -172,14 +168,3 @@ def test_slots_pair_the_token_before_with_the_token_after_and_its_teacher(
     assert slots.offsets.equal(offsets)
     assert slots.previous.equal(batch.ids[rows, positions])
     assert slots.labels.equal(batch.ids[rows, positions + 1])
-
-
-def test_drawn_slots_weigh_on_average_what_all_slots_weigh() -> None:
-    config = TrainConfig(decay=2.0, draw_slots=True)
-    generator = torch.Generator().manual_seed(0)
-    drawn = draw_slots(torch.Size([8, 5000, 7]), config.decay, generator)
-    weights = slot_weights(torch.arange(7), config)
-    everything = slot_weights(torch.arange(7), replace(config, draw_slots=False))
-    assert drawn[..., :2].all() and drawn.float().mean() < 0.55
-    mean = (drawn * weights).mean((0, 1))
-    torch.testing.assert_close(mean, everything, atol=0.005, rtol=0.02)

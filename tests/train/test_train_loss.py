@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.special import expit, log_softmax, logsumexp, softmax
 
 from dspark.config import ConfidenceLabel, TrainConfig
-from dspark.train.loss import Losses, dspark_loss
+from dspark.train.loss import Losses, draw_slots, dspark_loss, slot_weights
 
 SLOTS, VOCAB = 7, 11
 WHOLE = tuple(range(VOCAB))
@@ -230,3 +232,14 @@ def test_logits_of_half_precision_are_no_coarser_than_they_are(slots: Slots) -> 
     )
     for name, value in expected_terms(slots).items():
         assert getattr(losses, name).item() == pytest.approx(value, rel=1e-4), name
+
+
+def test_drawn_slots_weigh_on_average_what_all_slots_weigh() -> None:
+    config = TrainConfig(decay=2.0, draw_slots=True)
+    generator = torch.Generator().manual_seed(0)
+    drawn = draw_slots(torch.Size([8, 5000, 7]), config.decay, generator)
+    weights = slot_weights(torch.arange(7), config)
+    everything = slot_weights(torch.arange(7), replace(config, draw_slots=False))
+    assert drawn[..., :2].all() and drawn.float().mean() < 0.55
+    mean = (drawn * weights).mean((0, 1))
+    torch.testing.assert_close(mean, everything, atol=0.005, rtol=0.02)

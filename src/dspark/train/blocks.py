@@ -74,12 +74,6 @@ def make_batch(
     return Batch(ids, taps, final, logz, positions, valid)
 
 
-def draw_slots(shape: torch.Size, decay: float, generator: torch.Generator) -> Tensor:
-    """Bool [b, A, B]: slots to compute, a slot of weight w with probability min(1, 2w)."""
-    likely = 2 * torch.exp(-torch.arange(shape[-1]) / decay)
-    return torch.rand(shape, generator=generator) < likely
-
-
 def block_mask(anchors: Tensor, length: int, block_size: int) -> Tensor:
     """Bool mask [b, 1, A*B, S + A*B]: a block sees the context before its anchor, and itself."""
     count = anchors.shape[1]

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from dspark.config import ConfidenceLabel, TrainConfig
 
+LEAST = 0.5  # what a drawn slot weighs at least
+
 
 @dataclass
 class Losses:
@@ -70,13 +72,19 @@ def dspark_loss(
 
 
 def slot_weights(offsets: Tensor, config: TrainConfig) -> Tensor:
-    """Weights [N] of slots at these places in their blocks; where some are drawn, at least a half.
+    """Weights [N] of slots at these places in their blocks; where some are drawn, at least `LEAST`.
 
-    A slot of weight w is then drawn with probability min(1, 2w) (see `draw_slots`), so the sum over
-    the drawn ones is the sum over all on average.
+    A slot of weight w is then drawn with probability min(1, w / LEAST) (see `draw_slots`), so the sum
+    over the drawn ones is the sum over all on average.
     """
     weights = torch.exp(-offsets / config.decay)
-    return weights.clamp_min(0.5) if config.draw_slots else weights
+    return weights.clamp_min(LEAST) if config.draw_slots else weights
+
+
+def draw_slots(shape: torch.Size, decay: float, generator: torch.Generator) -> Tensor:
+    """Bool [b, A, B]: slots to compute, a slot of weight w with probability min(1, w / LEAST)."""
+    likely = torch.exp(-torch.arange(shape[-1]) / decay) / LEAST
+    return torch.rand(shape, generator=generator) < likely
 
 
 def _mean(term: Tensor, weights: Tensor) -> Tensor:

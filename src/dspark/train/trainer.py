@@ -33,14 +33,13 @@ from dspark.train.blocks import (
     Batch,
     block_hidden,
     draw_anchors,
-    draw_slots,
     flatten_slots,
     make_batch,
 )
 from dspark.train.cache import StateCache
 from dspark.train.curve import Curve
 from dspark.train.evaluate import draft_response, walk
-from dspark.train.loss import dspark_loss, slot_weights
+from dspark.train.loss import draw_slots, dspark_loss, slot_weights
 from dspark.train.optimizers import make_optimizers, set_rate
 from dspark.train.resume import Progress, load_progress, save_progress
 from dspark.train.start import (
