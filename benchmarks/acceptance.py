@@ -18,13 +18,12 @@ from tqdm import tqdm
 from dspark.data.prompts import Prompt, read_prompts
 from dspark.decode.engine import Engine, Request, Row
 from dspark.decode.loop import closed_loop
-from dspark.models.calibration import apply_temperatures
 from dspark.models.checkpoint import load_drafter
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.target import Target, load_target
 from dspark.models.tokenizer import ChatTokenizer, load_tokenizer
 from dspark.train.cache import CachedConversation
-from dspark.train.calibrate import expected_calibration_error
+from dspark.train.calibrate import calibration_errors
 from dspark.train.evaluate import Drafts, draft_response, visited_blocks, walk
 from dspark.train.states import target_states
 
@@ -61,7 +60,9 @@ def main(
         walks = {k: walk(drafts, k) for k in ks}
         shares = " ".join(f"{share:.1%}" for share in walks[size].unconditional)
         shown = " | ".join(f"{walks[k].accept_len:.3f}" for k in ks)
-        errors = " ".join(f"{error:.1%}" for error in confidence_errors(drafter, drafts))
+        blocks = visited_blocks(drafts, size)
+        measured = calibration_errors(*blocks, drafter.temperatures, drafter.shifts)
+        errors = " ".join(f"{error:.1%}" for error in measured)
         print(f"| {file.stem} | {len(rows)} | {shares} | {shown} | {errors} |", flush=True)
 
 
@@ -98,16 +99,6 @@ def draft(target: Target, drafter: DSparkDrafter, row: Row) -> Drafts:
         final[0, :, 0].float(),
     )
     return draft_response(drafter, item)
-
-
-def confidence_errors(drafter: DSparkDrafter, drafts: list[Drafts]) -> list[float]:
-    """Expected calibration error of the running product, by position, at the decoder's steps."""
-    logits, survived, _ = visited_blocks(drafts, drafter.block_size)
-    confidence = apply_temperatures(logits, drafter.temperatures, drafter.shifts).sigmoid()
-    running = confidence.cumprod(-1)
-    return [
-        expected_calibration_error(running[:, t], survived[:, t]) for t in range(drafter.block_size)
-    ]
 
 
 if __name__ == "__main__":

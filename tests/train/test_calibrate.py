@@ -14,6 +14,7 @@ from dspark.errors import UserError
 from dspark.models.calibration import apply_temperatures
 from dspark.train.calibrate import (
     calibrate,
+    calibration_errors,
     expected_calibration_error,
     fit_shifts,
     fit_temperatures,
@@ -111,6 +112,14 @@ def test_a_confidence_that_is_too_high_everywhere_is_shifted() -> None:
     assert fitted.shifts == pytest.approx([-1.0] * 5, abs=0.2)
     assert fitted.temperatures == pytest.approx([1.0] * 5, rel=0.2)
     assert max(fitted.ece_before[:2]) > 0.08 and max(fitted.ece_after) < 0.02
+
+
+def test_the_errors_of_a_calibration_that_is_there_are_those_measured_when_it_was_made() -> None:
+    unseen = blocks(4000, seed=1)
+    fitted = calibrate(*blocks(3000), *unseen)
+    after = calibration_errors(*unseen, fitted.temperatures, fitted.shifts)
+    assert after == pytest.approx(fitted.ece_after, abs=1e-4)  # float32 logits
+    assert calibration_errors(*unseen, [1.0] * 5) == pytest.approx(fitted.ece_before, abs=1e-4)
 
 
 def test_shifts_make_mean_confidence_the_observed_share() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from train_helpers import SHAPE, decoded, own_words
 
 from dspark.config import (
@@ -144,8 +145,12 @@ def test_the_finished_checkpoint_is_the_best_with_its_calibration(
 ) -> None:
     drafter_files = {file.name for file in (made / "drafter").iterdir()}
     assert drafter_files == {"config.json", "model.safetensors", "calibration.json"}
-    for name in ("config.json", "model.safetensors"):
-        assert (made / "drafter" / name).read_bytes() == (made / "best" / name).read_bytes()
+    assert (made / "drafter/config.json").read_bytes() == (made / "best/config.json").read_bytes()
+    best, finished = (load_file(made / name / "model.safetensors") for name in ("best", "drafter"))
+    assert best.keys() == finished.keys()
+    changed = {name for name, value in best.items() if not value.equal(finished[name])}
+    # The confidence head is fitted anew.
+    assert changed == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
     calibration = read_calibration(made / "drafter", SHAPE.block_size)
     assert calibration is not None and calibration.blocks > 0
     assert len(calibration.ece_before) == len(calibration.curves_after) == SHAPE.block_size
@@ -159,7 +164,10 @@ def test_the_finished_checkpoint_is_the_best_with_its_calibration(
 def test_temperatures_are_fitted_and_measured_on_what_decoding_would_draft(
     models: ModelsConfig, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fitted on the calibration conversations, measured on the held-out ones."""
+    """Fitted on the second half of the calibration conversations, measured on the held-out ones.
+
+    The first half has fitted the confidence head.
+    """
     given: list[torch.Tensor] = []
 
     def watched(*outcomes: torch.Tensor) -> Calibration:
@@ -171,8 +179,8 @@ def test_temperatures_are_fitted_and_measured_on_what_decoding_would_draft(
     run_chain(models, tmp_path, out, "calibrate")
     target = load_target(str(models.target.path), "cpu", torch.float32)
     drafter, cache = load_drafter(made / "best", target), StateCache(made / "cache")
-    for first, (_, survived, valid) in ((8, given[:3]), (0, given[3:])):
-        items = [cache[index] for index in range(first, first + 8)]
+    for indices, (_, survived, valid) in ((range(12, 16), given[:3]), (range(8), given[3:])):
+        items = [cache[index] for index in indices]
         steps = [n for row in decoded(target, drafter, items, SHAPE.block_size) for n in row]
         assert survived.sum(1).tolist() == steps and valid.all()
     calibration = read_calibration(out / "drafter")

@@ -100,9 +100,13 @@ class ConfidenceHead(nn.Module):
         width = config.hidden_size + (config.markov_rank if self.with_markov else 0)
         self.proj = nn.Linear(width, 1)
 
+    def features(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """What is read of states [..., D] and W1 of the previous tokens [..., r]: [..., W]."""
+        return torch.cat([hidden, embedded], dim=-1) if self.with_markov else hidden
+
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """States [..., D] and W1 of the previous tokens [..., r] to logits [...], float32."""
-        features = torch.cat([hidden, embedded], dim=-1) if self.with_markov else hidden
+        features = self.features(hidden, embedded)
         return nn.functional.linear(
             features.float(), self.proj.weight.float(), self.proj.bias.float()
         ).squeeze(-1)

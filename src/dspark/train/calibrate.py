@@ -32,7 +32,7 @@ from scipy.special import expit, logit
 from torch import Tensor
 
 from dspark.errors import UserError
-from dspark.models.calibration import Calibration, Curve
+from dspark.models.calibration import Calibration, Curve, apply_temperatures
 
 TURNS = 4  # of shifts and temperatures
 BINS = 20  # of equal width over 0..1
@@ -205,6 +205,21 @@ def _score(slot: _Slot, temperature: float) -> _Score:
 
 
 # --------------------------------------------------------------------------- measuring
+
+
+def calibration_errors(
+    logits: Tensor,
+    survived: Tensor,
+    valid: Tensor,
+    temperatures: Sequence[float],
+    shifts: Sequence[float] = (),
+) -> list[float]:
+    """Expected calibration error of the running product, by position, with a given calibration.
+
+    The arguments are those of `fit_temperatures`; no shifts are shifts of 0.
+    """
+    z, y, known = _arrays(apply_temperatures(logits, temperatures, shifts), survived, valid)
+    return _measure(z, y, known)[0]
 
 
 def _measure(z: Floats, y: Bools, known: Bools) -> tuple[list[float], list[Curve]]:

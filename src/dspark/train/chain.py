@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from dspark.data.prompts import read_prompts
 from dspark.decode.environment import resolve_device, resolve_precision, set_threads
 from dspark.errors import UserError, nearest
 from dspark.models.calibration import write_calibration
-from dspark.models.checkpoint import load_drafter
+from dspark.models.checkpoint import load_drafter, save_drafter
 from dspark.models.drafter import DSparkDrafter
 from dspark.models.prepare import PreparedModel, prepare_target
 from dspark.models.target import Target, load_target
@@ -33,8 +32,9 @@ from dspark.report.reliability import plot_reliability
 from dspark.signals import Interrupted
 from dspark.train.cache import StateCache, write_cache
 from dspark.train.calibrate import calibrate
+from dspark.train.confidence import refit_confidence
 from dspark.train.evaluate import draft_response, visited_blocks
-from dspark.train.start import check_shape, spread_layers
+from dspark.train.start import check_shape, load_start, spread_layers
 from dspark.train.synthesize import read_conversations, synthesize
 from dspark.train.trainer import fit
 
@@ -68,6 +68,8 @@ def run_chain(config: ModelsConfig, store: Path, out: Path, stage: str | None = 
     dtype, trusted = getattr(torch, precision.value), prepared.trust_remote_code
     target = load_target(prepared.path, device, dtype, trusted)
     check_shape(train.shape, target)
+    if train.start is not None:
+        load_start(train.start, train.shape, target)
     target.pack()
     out.mkdir(parents=True, exist_ok=True)
     for name in STAGES if stage is None else (stage,):
@@ -128,17 +130,22 @@ def _cache(target: Target, train: TrainConfig, out: Path) -> None:
 
 
 def _calibrate(target: Target, train: TrainConfig, out: Path) -> None:
-    """Fit temperatures on the calibration conversations, measure them on the held-out ones."""
+    """Fit the confidence head on half of the calibration conversations, temperatures on the others.
+
+    Both are measured on the held-out ones.
+    """
     drafter = load_drafter(out / "best", target)
     cache = StateCache(out / "cache")
-    middle = train.held_out + train.calibration
+    first, end = train.held_out, train.held_out + train.calibration
+    middle = (first + end) // 2
+    refit_confidence(drafter, (cache[index] for index in range(first, middle)))
     calibration = calibrate(
-        *outcomes(drafter, cache, range(train.held_out, middle)),
+        *outcomes(drafter, cache, range(middle, end)),
         *outcomes(drafter, cache, range(train.held_out)),
     )
-    half_written = shutil.ignore_patterns("*.part")  # by a killed training
-    shutil.copytree(out / "best", out / "drafter", ignore=half_written, dirs_exist_ok=True)
+    (out / "drafter").mkdir(exist_ok=True)
     write_calibration(out / "drafter", calibration)
+    save_drafter(drafter, out / "drafter", torch.bfloat16)  # config.json last: it says "done"
     plot_reliability(calibration, out / "reliability.png")
 
 

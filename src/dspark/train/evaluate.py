@@ -8,7 +8,7 @@ acceptance is too (up to rounding): positions that a decoder skips over do not c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,15 @@ class Drafts:
 
 
 @dataclass
+class Reached:
+    """The N slots that a decoder with whole blocks comes to: all before them in their block survived."""
+
+    features: Tensor  # [N, W], what the confidence head reads
+    position: Tensor  # [N], place in the block
+    survived: Tensor  # [N] bool
+
+
+@dataclass
 class Acceptance:
     """Acceptance over the steps of a decoder that drafts k tokens."""
 
@@ -43,11 +52,36 @@ class Acceptance:
     accept_len: float  # tokens a step, the bonus token included
 
 
-@torch.inference_mode()
 def draft_response(drafter: DSparkDrafter, item: CachedConversation) -> Drafts:
     """Draft greedily at every anchor of one response."""
+    return _joined([drafts for drafts, _, _ in _passes(drafter, item)])
+
+
+@torch.inference_mode()
+def reached_slots(drafter: DSparkDrafter, item: CachedConversation) -> Reached:
+    """Draft one response as `draft_response` does and keep what the confidence head is asked about.
+
+    The drafter must have that head.
+    """
+    head, embed = drafter.confidence_head, drafter.markov_head.embed
+    assert head is not None
+    passes = list(_passes(drafter, item))
+    features = torch.cat(
+        [head.features(hidden, embed(previous)).cpu() for _, hidden, previous in passes]
+    )
+    drafts = _joined([part for part, _, _ in passes])
+    rows = visited(drafts, drafter.block_size)
+    survived = drafts.survived[rows]
+    reached = torch.cat([torch.ones_like(survived[:, :1]), survived[:, :-1]], dim=1)
+    return Reached(features[rows][reached], reached.nonzero()[:, 1], survived[reached])
+
+
+@torch.inference_mode()
+def _passes(
+    drafter: DSparkDrafter, item: CachedConversation
+) -> Iterator[tuple[Drafts, Tensor, Tensor]]:
+    """Some anchors at a time: their drafts, states [A, B, D] and previous tokens [A, B]."""
     device, size = drafter.norm.weight.device, drafter.block_size
-    parts = []
     for anchors in all_anchors(item).split(ANCHORS):
         batch = make_batch([item], [anchors], size).to(device)
         hidden = block_hidden(drafter, batch, batch.taps.to(drafter.norm.weight.dtype))[0]
@@ -57,8 +91,8 @@ def draft_response(drafter: DSparkDrafter, item: CachedConversation) -> Drafts:
         labels = batch.ids[0, where.clamp_max(len(item.ids) - 1)]
         valid = batch.valid[0]
         survived = ((draft.tokens == labels) & valid).long().cumprod(-1).bool()
-        parts.append(Drafts(survived.cpu(), draft.confidence.float().cpu(), valid.cpu()))
-    return _joined(parts)
+        drafts = Drafts(survived.cpu(), draft.confidence.float().cpu(), valid.cpu())
+        yield drafts, hidden, torch.cat([tokens[:, None], draft.tokens[:, :-1]], dim=1)
 
 
 def _joined(parts: list[Drafts]) -> Drafts:
