@@ -136,6 +136,9 @@ class TrainConfig:
     """How a drafter is made: `dspark train`. Loss weights and decay are the paper's (section 4)."""
 
     shape: DrafterShape = field(default_factory=DrafterShape)
+    start: str | None = (
+        None  # a drafter of this shape to train on from: a directory, or one that ships
+    )
     device: Device = Device.auto
     # synthesise
     prompts: int = 6000  # conversations
@@ -154,6 +157,7 @@ class TrainConfig:
     anchors: int = 24  # blocks drawn from each conversation
     optimizer: TrainOptimizer = TrainOptimizer.adamw
     lr: float = 6e-4  # learning rate at its highest
+    weight_decay: float = 0.0  # of the layers' matrices and of the projection of the taps
     schedule: LearningRate = LearningRate.cosine
     warmup: float = 0.04  # share of all steps
     grad_clip: float = 1.0  # the gradient's greatest norm

@@ -23,8 +23,8 @@ from dspark.train import trainer as module
 from dspark.train.blocks import Batch, block_hidden, draw_anchors, make_batch
 from dspark.train.cache import StateCache
 from dspark.train.curve import read_curve
-from dspark.train.evaluate import Acceptance
-from dspark.train.start import new_drafter
+from dspark.train.evaluate import Acceptance, draft_response, walk
+from dspark.train.start import load_start, new_drafter
 from dspark.train.synthesize import Conversation
 from dspark.train.trainer import (
     BlockLoss,
@@ -149,6 +149,62 @@ def test_the_best_drafter_fits_the_target(predictable: Predictable, training: Tr
     drafter = load_drafter(training.folder / "best", predictable.target)
     assert len(drafter.draft_ids) == 150
     assert drafter.block_size == SHAPE.block_size and drafter.target_layer_ids == LAYERS
+
+
+# --------------------------------------------------------------------------- training on
+
+
+def test_training_on_begins_with_the_start(
+    predictable: Predictable, training: Training, tmp_path: Path
+) -> None:
+    """At a rate of nothing the start comes out again, with its vocabulary and without a shift."""
+    best = training.folder / "best"
+    config = replace(training.config, start=str(best), lr=0.0, epochs=0.1)
+    fit(predictable.target, predictable.states, config, tmp_path)
+    start, same = (load_drafter(folder, predictable.target) for folder in (best, tmp_path / "best"))
+    assert same.draft_ids.equal(start.draft_ids)
+    for name, value in start.state_dict().items():
+        torch.testing.assert_close(same.state_dict()[name], value, rtol=1e-2, atol=1e-6)
+    drafts = [draft_response(start, predictable.states[i]) for i in range(config.held_out)]
+    found = read_curve(tmp_path / "curve.jsonl")[-1]["accept_len_k3"]
+    assert found == pytest.approx(walk(drafts, 3).accept_len, abs=0.02)
+
+
+def test_training_on_goes_further(
+    predictable: Predictable, training: Training, tmp_path: Path
+) -> None:
+    """Its first steps are ahead of the first steps of a new drafter, by cross-entropy."""
+    config = replace(training.config, start=str(training.folder / "best"), epochs=1.0, lr=5e-3)
+    fit(predictable.target, predictable.states, config, tmp_path)
+    on, new = losses_of(read_curve(tmp_path / "curve.jsonl")), losses_of(training.curve)
+    assert max(line["ce"] for line in on) < min(line["ce"] for line in new[: len(on)])
+    assert on[-1]["ce"] != on[0]["ce"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 2}, r"has layers 1 and drafter\.train\.shape\.layers makes 2: set it"),
+        ({"taps": 1}, r"has target_layer_ids \[1, 2\] and .*target_layer_ids makes \[2\]"),
+        ({"draft_vocab_size": 0}, "has draft_vocab_size 150 and .* makes 0"),
+        ({"markov_rank": 8}, "has markov_rank 32 and .* makes 8"),
+    ],
+)
+def test_a_start_of_another_shape_is_refused(
+    predictable: Predictable, training: Training, changes: dict[str, int], message: str
+) -> None:
+    shape = replace(training.config.shape, **changes)
+    with pytest.raises(UserError, match=message):
+        load_start(str(training.folder / "best"), shape, predictable.target)
+
+
+def test_a_start_is_a_directory_or_one_that_ships(predictable: Predictable, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a directory nor a drafter that ships"):
+        load_start(str(tmp_path / "none"), SHAPE, predictable.target)
+    with pytest.raises(
+        UserError, match="smollm2_135m' does not fit the target: hidden_size is 576"
+    ):
+        load_start("smollm2_135m", SHAPE, predictable.target)
 
 
 # --------------------------------------------------------------------------- what is trained on

@@ -132,7 +132,9 @@ def prepare_drafter(
         path = trained.resolve()
         weight_files(path, "drafter")
         return PreparedModel(config.name, config.source.value, str(path), None, hash_files(path))
-    return _prepare(config, store, {"smollm2_135m": _embedded_drafter}, "drafter")
+    return _prepare(
+        config, store, {"smollm2_135m": lambda name, _store: embedded_drafter(name)}, "drafter"
+    )
 
 
 def _prepare(
@@ -180,7 +182,8 @@ def _embedded_target(name: str, store: Path) -> Path:
     return final.resolve()
 
 
-def _embedded_drafter(name: str, _store: Path) -> Path:
+def embedded_drafter(name: str) -> Path:
+    """Where the package keeps the drafter of this name, if it has one."""
     return Path(str(files("dspark") / "assets" / "drafters" / name))
 
 

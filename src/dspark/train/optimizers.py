@@ -7,6 +7,7 @@ step orthogonal. Embeddings, norms and heads are not what it is for: AdamW has t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch.optim import AdamW, Muon, Optimizer
 
@@ -19,16 +20,17 @@ NEWTON_SCHULZ = 4  # iterations that make a step orthogonal
 
 def make_optimizers(drafter: DSparkDrafter, config: TrainConfig) -> list[Optimizer]:
     """The optimizers whose steps together are one step of the drafter."""
-    if config.optimizer is TrainOptimizer.adamw:
-        return [AdamW(drafter.parameters(), lr=config.lr, weight_decay=0.0, fused=True)]
     hidden = (drafter.fc, drafter.layers)
     matrices = [weight for part in hidden for weight in part.parameters() if weight.ndim == 2]
     taken = {id(weight) for weight in matrices}
     rest = [weight for weight in drafter.parameters() if id(weight) not in taken]
+    if config.optimizer is TrainOptimizer.adamw:
+        decayed: dict[str, Any] = {"params": matrices, "weight_decay": config.weight_decay}
+        return [AdamW([decayed, {"params": rest}], lr=config.lr, weight_decay=0.0, fused=True)]
     muon = Muon(
         matrices,
         lr=config.lr,
-        weight_decay=0.0,
+        weight_decay=config.weight_decay,
         momentum=MOMENTUM,
         ns_steps=NEWTON_SCHULZ,
         adjust_lr_fn="match_rms_adamw",  # so that one learning rate serves both

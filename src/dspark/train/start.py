@@ -7,6 +7,7 @@ of very different loudness, what usually follows a token, and looking at the nea
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,25 @@ from torch import Tensor, nn
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from dspark.config import DrafterShape
-from dspark.models.checkpoint import check_fits, use_draft_vocabulary
+from dspark.errors import UserError
+from dspark.models.checkpoint import check_fits, load_drafter, use_draft_vocabulary
 from dspark.models.drafter import DSparkDrafter
+from dspark.models.prepare import embedded_drafter
 from dspark.models.target import Target
 from dspark.progress import Bar
 from dspark.train.states import target_states
 
+# What a shape says, by its name in the settings and in a checkpoint's config.
+SHAPE_FIELDS = {
+    "layers": "num_hidden_layers",
+    "target_layer_ids": "target_layer_ids",
+    "block_size": "block_size",
+    "draft_vocab_size": "draft_vocab_size",
+    "markov_rank": "markov_rank",
+    "markov_head_type": "markov_head_type",
+    "confidence_head_with_markov": "confidence_head_with_markov",
+    "mask_token_id": "mask_token_id",
+}
 LOCAL_PAIRS = 10  # rotary pairs (of 32) that draw attention to the nearest tokens at the start
 LOUD = 4.0  # against the random part of queries and keys, whose entries are about 0.5
 QUIET = 0.3  # first value of the final norm: random base logits must not drown the Markov bias
@@ -61,6 +75,35 @@ def new_drafter(
         d2t = draft_ids.to(target.device) - torch.arange(len(draft_ids), device=target.device)
         use_draft_vocabulary(drafter, target, d2t, "new drafter")
     return drafter
+
+
+def load_start(start: str, shape: DrafterShape, target: Target) -> DSparkDrafter:
+    """A drafter that exists already, to train on from: float32, on the target's device.
+
+    Its calibration is left behind: training moves what it was fitted on.
+
+    Args:
+        start: a checkpoint's directory, or the name of a drafter that ships.
+
+    Raises:
+        UserError: there is none, it does not fit the target, or `shape` describes another one.
+    """
+    shipped = embedded_drafter(start)
+    if not Path(start).is_dir() and not shipped.is_dir():
+        raise UserError(
+            f"drafter.train.start '{start}' is neither a directory nor a drafter that ships: give one"
+        )
+    drafter = load_drafter(start if Path(start).is_dir() else shipped, target).float()
+    wanted = _config(shape, target, shape.draft_vocab_size or None)
+    for setting, field in SHAPE_FIELDS.items():
+        ours, theirs = getattr(wanted, field, 0), getattr(drafter.config, field, 0)
+        if ours != theirs:
+            raise UserError(
+                f"drafter.train.start '{start}' has {setting} {theirs} and drafter.train.shape.{setting} "
+                f"makes {ours}: set it to what the start has, or leave start out"
+            )
+    drafter.temperatures, drafter.shifts = [1.0] * drafter.block_size, []
+    return drafter.train()
 
 
 def check_shape(shape: DrafterShape, target: Target) -> None:
@@ -201,3 +244,9 @@ def fold_tap_scale(drafter: DSparkDrafter, scale: Tensor) -> DSparkDrafter:
     with torch.no_grad():
         folded.fc.weight.div_(scale)
     return folded
+
+
+@torch.no_grad()
+def unfold_tap_scale(drafter: DSparkDrafter, scale: Tensor) -> None:
+    """Let a drafter that reads raw taps read taps / scale, as training feeds them."""
+    drafter.fc.weight.mul_(scale)

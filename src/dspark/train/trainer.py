@@ -44,10 +44,12 @@ from dspark.train.optimizers import make_optimizers, set_rate
 from dspark.train.resume import Progress, load_progress, save_progress
 from dspark.train.start import (
     fold_tap_scale,
+    load_start,
     new_drafter,
     start_from_bigrams,
     start_local,
     tap_scale,
+    unfold_tap_scale,
 )
 
 SAMPLE = 16  # conversations whose taps the start is set by
@@ -205,17 +207,22 @@ def fit(target: Target, cache: StateCache, config: TrainConfig, out: Path) -> No
         )
     steps = max(1, round(config.epochs * (len(training) // config.batch) / share))
     frequent = frequent_tokens(cache, training, target.vocab_size)
-    draft_ids = _draft_ids(frequent, config.shape.draft_vocab_size)
-    drafter = new_drafter(config.shape, target, config.seed, draft_ids)
+    if config.start is None:
+        draft_ids = _draft_ids(frequent, config.shape.draft_vocab_size)
+        drafter = new_drafter(config.shape, target, config.seed, draft_ids)
+    else:
+        drafter = load_start(config.start, config.shape, target)
     taps = torch.cat([cache[index].taps[1:] for index in training[:SAMPLE]])
     taps = taps.to(target.device).float()
     scale = tap_scale(taps)
     optimizers = make_optimizers(drafter, config)
     run = f"{cache.fingerprint}/{digest(config)}/{world.size}"
     progress = load_progress(out, run, drafter, optimizers)
-    if progress.step == 0:
+    if progress.step == 0 and config.start is None:
         start_from_bigrams(drafter, target, frequent)
         start_local(drafter, taps / scale, frequent)
+    elif progress.step == 0:
+        unfold_tap_scale(drafter, scale)
     model: nn.Module = BlockLoss(drafter, config, scale)
     if world.size > 1:
         model = DistributedDataParallel(model)
