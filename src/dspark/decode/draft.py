@@ -146,7 +146,8 @@ def choose_tokens(
         else:
             logits.append(base[:, position % chunk] + head.bias(latent))
             if greedy:
-                chosen = drafter.to_target(logits[-1].argmax(-1))
+                # On a CPU argmax takes six times as long as max for bfloat16.
+                chosen = drafter.to_target(logits[-1].max(-1).indices)
             else:
                 assert uniforms is not None
                 corrected = logits[-1][:, None]

@@ -10,6 +10,7 @@ Shapes: R rows, W queries a row, L cached positions, H heads, G key/value heads,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,15 +40,26 @@ class Packing:
         places = torch.arange(len(owners), device=device) - first[owners]
         return cls(owners, places, len(lengths), max(lengths))
 
+    # Both are done in every layer, so each is one gather by an index that is made once.
+    @cached_property
+    def _flat(self) -> Tensor:
+        """Place of each token [B] in R rows of W."""
+        return self.owners * self.width + self.places
+
+    @cached_property
+    def _source(self) -> Tensor:
+        """Token at each place [R * W], the first one where a row is shorter."""
+        source = self.owners.new_zeros(self.rows * self.width)
+        source[self._flat] = torch.arange(len(self.owners), device=source.device)
+        return source
+
     def spread(self, packed: Tensor) -> Tensor:
-        """[B, ...] to [R, W, ...], zeros where a row is shorter."""
-        padded = packed.new_zeros(self.rows, self.width, *packed.shape[1:])
-        padded[self.owners, self.places] = packed
-        return padded
+        """[B, ...] to [R, W, ...], the first token where a row is shorter: not to be read."""
+        return packed.index_select(0, self._source).unflatten(0, (self.rows, self.width))
 
     def pack(self, padded: Tensor) -> Tensor:
         """[R, W, ...] to [B, ...]."""
-        return padded[self.owners, self.places]
+        return padded.flatten(0, 1).index_select(0, self._flat)
 
 
 def attend(
