@@ -162,6 +162,21 @@ def test_more_work_takes_more_time() -> None:
     assert curve.plain == fit_curve([1, 2], [0.5, 1.5])
 
 
+def test_rows_of_a_timed_step_differ_as_the_schedules_do() -> None:
+    """Rows of unequal lengths go a way of their own through the target."""
+    step, seen = Engine.step, set()
+
+    def watched(engine: Engine, drafting: bool = True) -> list[Row]:
+        rows = [row for row in engine.slots if row is not None]
+        finished = step(engine, drafting)
+        seen.add(tuple(row.steps[-1].verified for row in rows))
+        return finished
+
+    with patch.object(Engine, "step", watched):
+        profile_steps(*models(), 3, 3, TEXT)
+    assert seen == {(0,), (3,), (0, 0, 0), (2, 0, 1), (3, 1, 2), (3, 3, 3)}
+
+
 def test_nothing_is_left_behind() -> None:
     target, drafter = models()
     parts = (target.model, drafter)

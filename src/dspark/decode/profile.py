@@ -75,7 +75,7 @@ def profile_steps(
     tokens: Sequence[int],
     graphs: Graphs | None = None,
 ) -> StepCurve:
-    """Measure the steps of one device: every width 0..k at full concurrency, and a lone row's.
+    """Measure the steps of one device: every mean width 0..k at full concurrency, and a lone row's.
 
     Of both, plain steps too: they leave the draft out but keep the drafter's context.
 
@@ -93,13 +93,16 @@ def profile_steps(
         for rows in {1, concurrency}
     }
 
-    def verify_all(width: int) -> Worth:
-        return lambda confidence: torch.full(
-            confidence.shape[:1], min(width, confidence.shape[1]), device=target.device
-        )
+    def verify(width: int) -> Worth:
+        """`width` tokens a row on average: the schedule's rows differ, and that has a price."""
+        limits = torch.full((concurrency,), width, device=target.device)
+        if 0 < width < k:
+            limits[: concurrency // 2 * 2 : 2] += 1
+            limits[1::2] -= 1
+        return lambda confidence: limits[: len(confidence)].clamp_max(confidence.shape[1])
 
     for engine in engines.values():
-        engine.decide = verify_all(k)
+        engine.decide = verify(k)
         engine.capture(Sampling())
 
     def time_step(kind: tuple[int, ...]) -> float:
@@ -109,7 +112,7 @@ def profile_steps(
             start = context * engine.active
             ids = text[start : start + context]
             engine.admit(Request("profile", engine.active, ids, room), 0.0)
-        engine.decide = verify_all(width)
+        engine.decide = verify(width)
         begun = engine.clock()
         engine.step(drafting=width != PLAIN)
         return engine.clock() - begun
