@@ -288,7 +288,10 @@ def test_training_composes_and_refuses_unknown_fields() -> None:
     [
         (["drafter.train.batch=0"], "drafter.train.batch is 0"),
         (["drafter.train.shape.block_size=0"], "drafter.train.shape.block_size is 0"),
-        (["drafter.train.prompts=96"], "prompts is 96: held_out .32. and calibration .64. leave"),
+        (
+            [f"drafter.train.{name}" for name in ("prompts=96", "held_out=32", "calibration=64")],
+            "prompts is 96: held_out .32. and calibration .64. leave",
+        ),
         (["drafter.train=null"], "source 'train' but no train settings"),
         (["target=smollm"], "target 'smollm' not found.*smollm2_135m"),
         (["targt=smollm2_135m"], "ModelsConfig has no field 'targt': did you mean 'target'"),

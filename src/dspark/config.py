@@ -136,9 +136,7 @@ class TrainConfig:
     """How a drafter is made: `dspark train`. Loss weights and decay are the paper's (section 4)."""
 
     shape: DrafterShape = field(default_factory=DrafterShape)
-    start: str | None = (
-        None  # a drafter of this shape to train on from: a directory, or one that ships
-    )
+    start: str | None = None  # drafter to train on from: a directory, or one that ships
     device: Device = Device.auto
     # synthesise
     prompts: int = 6000  # conversations
